@@ -54,6 +54,6 @@ def make_report(engine: Engine) -> EngineReport:
         host_bytes=engine.memory.allocated,
         pinned_bytes=engine.memory.pinned,
         repairs=engine.policy.repairs,
-        skipped=engine.skipped,
+        skipped=engine.stepper.skipped,
         waits=dict(engine.backend.waited),
     )

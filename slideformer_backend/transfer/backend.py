@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 
 from ..errors import UnsupportedError
-from .lane import Lane
 from ..storage import Tracked
+from .lane import Lane
 from .monitor import Monitor
 from .ticket import Ticket
 

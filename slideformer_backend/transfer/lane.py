@@ -19,6 +19,11 @@ from .ticket import Ticket
 Waits = Mapping[str, "Ticket | None"]
 
 
+def copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy without blocking the host; the ticket of the operation says when it is over."""
+    target.copy_(source, non_blocking=True)
+
+
 class _Job(NamedTuple):
     run: Callable[[], None]
     ticket: Ticket
