@@ -191,7 +191,8 @@ def clip_torch(side: Side, random: Random) -> Seen:
 
 @event
 def clip_value(side: Side, random: Random) -> Seen:
-    torch.nn.utils.clip_grad_value_(side.model.parameters(), random.choice([0.05, 1.0]))
+    if any(parameter.grad is not None for parameter in side.trainable):
+        torch.nn.utils.clip_grad_value_(side.model.parameters(), random.choice([0.05, 1.0]))
     return []
 
 

@@ -169,18 +169,19 @@ class PlainSide(Side):
             for number, parameter in enumerate(parameters):
                 state = self._states[id(parameter)]
                 given = states.get(number, {})
-                state.steps = int(given.get("step", given.get("count", 0)))
+                state.steps = int(given.get("step", 1 if given else 0))
                 for name, moment in state.moments.items():
                     moment[:] = given[name].reshape(-1).numpy() if name in given else 0
                 if "master" in given:
                     state.master[:] = given["master"].reshape(-1).numpy()
-                    kernels.round_into(state.master, state.weights, state.kind)
+                    kernels.reconcile(state.master, state.weights, state.kind)
 
     def _export(self, parameter: nn.Parameter) -> dict[str, Any]:
         state = self._states[id(parameter)]
         shape = parameter.shape
         made: dict[str, Any] = {name: torch.tensor(moment).view(shape) for name, moment in state.moments.items()}
-        made["step" if self._rule.name != "sgd" else "count"] = torch.tensor(float(state.steps))
+        if self._rule.name != "sgd":
+            made["step"] = torch.tensor(float(state.steps))
         if parameter.dtype != torch.float32:
             made["master"] = torch.tensor(state.master).view(shape)
         return made
