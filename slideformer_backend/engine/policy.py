@@ -15,7 +15,7 @@ from ..storage import HostMemory, Tracked
 from ..transfer import Backend, GradientBuffer, GradientPool, Ticket, copy
 from .arithmetic import Arithmetic
 from .guard import plain
-from .unit import ONE, Entry, ParamRecord, Unit, Weights
+from .unit import ONE, SquareSum, Entry, ParamRecord, Unit, Weights
 from .window import Window
 
 
@@ -127,9 +127,13 @@ class UpdatePolicy(abc.ABC):
         if not records or buffer is None:
             return
 
+        results = [SquareSum() for _ in records]
+        for record, result in zip(records, results, strict=True):
+            record.square_sum = result
+
         def run() -> None:
-            for record, total in zip(records, self.arithmetic.square_sums(records, buffer.slab), strict=True):
-                record.square_sum = total
+            for result, total in zip(results, self.arithmetic.square_sums(records, buffer.slab), strict=True):
+                result.value = total
 
         unit.measured = self.backend.norms.submit(
             f"norm of {unit.name}",
