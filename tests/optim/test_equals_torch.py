@@ -2,9 +2,9 @@
 
 Tolerances, and why:
 
-* ``exp_avg_sq`` (Adam) and ``momentum_buffer`` (SGD) of torch's *fused* kernels: in the last ``n % 16`` elements torch's
-  compiler contracts another product than in its vector loop. One rounding differs per step, so the relative difference
-  is at most 1.5 ulp per step. Everywhere else, and for p always in these runs, the bits are equal.
+* ``exp_avg_sq`` (Adam) and ``momentum_buffer`` (SGD) of torch's *fused* kernels: in the last ``n % 16`` elements its
+  compiler contracts another product than in its vector loop. One rounding differs per step, so the relative
+  difference is at most 1.5 ulp per step. Everywhere else, and always for p in these runs, the bits are equal.
 * Adam and AdamW with ``foreach`` or single-tensor: their fp32 square root is not correctly rounded and they order the
   products differently. One step then moves p by at most 4 ulp of the step and 1 ulp of p.
 """

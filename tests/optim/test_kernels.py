@@ -30,7 +30,7 @@ N = 1003
 
 @pytest.mark.parametrize(("name", "count", "g_kind", "w_kind"), EVERYTHING)
 def test_one_update_however_it_is_split(name, count, g_kind, w_kind):
-    """commit+peek == advance; peek then commit gives w == round(p); update == commit + round; split master == master."""
+    """commit+peek == advance; peek, then commit gives w == round(p); update == commit + round; split == whole."""
     start = make_case(name, count, g_kind, w_kind, N, seed=5)
     rule = start.rule
     old = Pending(start.g, g_kind, F32(0.3), rule.scalars(GROUP, 2))

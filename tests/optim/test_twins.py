@@ -181,14 +181,14 @@ def test_twin_is_the_same_in_chunks(monkeypatch):
 def test_wrong_arrays_are_refused():
     case = make_case("adamw", 2, "bf16", "bf16", 8, 0)
     s = case.rule.scalars({"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}, 1)
-    for module, case in ((kernels, case), (twins, case.twin())):
+    for module, arrays in ((kernels, case), (twins, case.twin())):
         with pytest.raises(StateError, match="gradient"):
-            module.commit(case.rule, case.p, case.states, case.g[:-1], "bf16", F32(1), s)
+            module.commit(arrays.rule, arrays.p, arrays.states, arrays.g[:-1], "bf16", F32(1), s)
         with pytest.raises(StateError, match="gradient"):
-            module.commit(case.rule, case.p, case.states, case.g, "fp32", F32(1), s)
+            module.commit(arrays.rule, arrays.p, arrays.states, arrays.g, "fp32", F32(1), s)
         with pytest.raises(StateError, match="'w'"):
-            module.peek(case.rule, case.p, case.states, case.g, "bf16", F32(1), s, case.p, "bf16")
+            module.peek(arrays.rule, arrays.p, arrays.states, arrays.g, "bf16", F32(1), s, arrays.p, "bf16")
         with pytest.raises(StateError, match="master"):
-            module.commit(case.rule, case.p, (case.states[0], case.g), case.g, "bf16", F32(1), s)
+            module.commit(arrays.rule, arrays.p, (arrays.states[0], arrays.g), arrays.g, "bf16", F32(1), s)
         with pytest.raises(StateError, match="16 bits"):
-            module.scale(case.g, "bf16_as_fp32", F32(1))
+            module.scale(arrays.g, "bf16_as_fp32", F32(1))
