@@ -1,0 +1,1 @@
+"""All that knows another library: Accelerate and transformers. Imported as ``slideformer_backend.integrations``."""

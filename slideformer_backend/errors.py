@@ -1,0 +1,45 @@
+"""Exceptions of SlideFormer: one base class, so that callers can tell ours from torch's."""
+
+from __future__ import annotations
+
+
+class SlideFormerError(RuntimeError):
+    """Base of every exception that SlideFormer raises on purpose.
+
+    Args:
+        what: the subject and what is wrong with it, one sentence.
+        found: what was there.
+        expected: what would have been right.
+        remedy: the call, key or flag that fixes it.
+
+    The parts are joined into the message and kept as attributes.
+    """
+
+    def __init__(self, what: str, *, found: object = None, expected: object = None, remedy: str | None = None) -> None:
+        parts = [what.rstrip()]
+        if found is not None:
+            parts.append(f"Found: {found}.")
+        if expected is not None:
+            parts.append(f"Expected: {expected}.")
+        if remedy is not None:
+            parts.append(f"Remedy: {remedy}" if remedy.endswith((".", "?")) else f"Remedy: {remedy}.")
+        super().__init__(" ".join(parts))
+        self.found = found
+        self.expected = expected
+        self.remedy = remedy
+
+
+class ConfigError(SlideFormerError, ValueError):
+    """The user's configuration is wrong: an unknown key, a bad value, two settings that contradict each other."""
+
+
+class UnsupportedError(SlideFormerError):
+    """A model, optimizer or recipe that SlideFormer refuses, with the reason and what to do instead."""
+
+
+class StateError(SlideFormerError):
+    """A broken invariant inside SlideFormer: a defect of ours, never the user's mistake."""
+
+
+class StaleGraphError(SlideFormerError):
+    """A backward pass whose weights were updated after its forward pass."""
