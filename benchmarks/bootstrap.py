@@ -1,8 +1,8 @@
 """Set up a virtual environment for the two README commands, from nothing but Python >= 3.10.
 
-Only the standard library is imported here: this file runs before anything is installed. Packages come through pip as the
-machine has it configured; no registry is named, so mirrors, proxies and wheel folders work through pip's own settings
-(PIP_INDEX_URL, PIP_FIND_LINKS, PIP_NO_INDEX and the like).
+Only the standard library is imported here: this file runs before anything is installed. Packages come through pip as
+the machine has it configured; no registry is named, so mirrors, proxies and wheel folders work through pip's own
+settings (PIP_INDEX_URL, PIP_FIND_LINKS, PIP_NO_INDEX and the like).
 """
 
 from __future__ import annotations
@@ -179,7 +179,10 @@ def _add_venv_support() -> None:
     package = f"python3.{sys.version_info.minor}-venv"
     say(f"this Python has no venv module: installing the Debian package {package}")
     quiet = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    for command in (["apt-get", "update", "-qq"], ["apt-get", "install", "-y", "-qq", "--no-install-recommends", package]):
+    for command in (
+        ["apt-get", "update", "-qq"],
+        ["apt-get", "install", "-y", "-qq", "--no-install-recommends", package],
+    ):
         if subprocess.run(command, env=quiet, stdin=subprocess.DEVNULL, check=False).returncode != 0:
             say(f"`{' '.join(command)}` failed")
             return
@@ -195,8 +198,10 @@ def _venv_advice() -> str:
 
 
 def _inherit_site_packages(folder: Path) -> None:
-    """Show the running interpreter's packages to the new environment, also when that interpreter is itself in a virtual environment
-    (`--system-site-packages` alone would show those of its base)."""
+    """Show the running interpreter's packages to the new environment.
+
+    `--system-site-packages` alone shows those of the base when that interpreter is itself in a virtual environment.
+    """
     seen = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
     target = folder / "lib" / f"python3.{sys.version_info.minor}" / "site-packages" / "inherited.pth"
     target.write_text("".join(f"{path}\n" for path in sorted(seen)))
@@ -220,11 +225,11 @@ def _install(environment: Environment, torch: Torch, extras: Sequence[str]) -> N
     if torch.gpu:
         found = torch_of(environment.python)
         if found is None or not found[1]:
-            say("WARNING: this machine has an NVIDIA GPU but the installed torch cannot use it; everything will run on the CPU")
+            say("WARNING: there is an NVIDIA GPU, but the installed torch cannot use it; everything runs on the CPU")
 
 
 def _write_console_script(environment: Environment, name: str, module: str) -> None:
-    """pip writes no console script for an inherited package; a script of the parent environment would start the wrong interpreter."""
+    """pip writes no console script for an inherited package, and its parent's would start the parent's interpreter."""
     script = environment.command(name)
     script.write_text(f"#!{environment.python}\nimport sys\nfrom {module} import main\nsys.exit(main())\n")
     script.chmod(0o755)
@@ -233,4 +238,6 @@ def _write_console_script(environment: Environment, name: str, module: str) -> N
 def _run(command: Sequence[str]) -> None:
     finished = subprocess.run(command, stdin=subprocess.DEVNULL, check=False)
     if finished.returncode != 0:
-        raise SetupError(f"`{' '.join(command)}` failed with exit status {finished.returncode}; its output above says why")
+        raise SetupError(
+            f"`{' '.join(command)}` failed with exit status {finished.returncode}; its output above says why"
+        )

