@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -236,8 +237,14 @@ def _write_console_script(environment: Environment, name: str, module: str) -> N
 
 
 def _run(command: Sequence[str]) -> None:
-    finished = subprocess.run(command, stdin=subprocess.DEVNULL, check=False)
-    if finished.returncode != 0:
-        raise SetupError(
-            f"`{' '.join(command)}` failed with exit status {finished.returncode}; its output above says why"
-        )
+    """Run a command to its end, saying now and then that it is still at work."""
+    started = time.monotonic()
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL) as running:
+        while True:
+            try:
+                status = running.wait(timeout=30)
+                break
+            except subprocess.TimeoutExpired:
+                say(f"still at it after {time.monotonic() - started:.0f} s")
+    if status != 0:
+        raise SetupError(f"`{shlex.join(command)}` failed with exit status {status}; its output above says why")

@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
-import bootstrap  # noqa: E402
+import bootstrap
 
 ROOT = bootstrap.ROOT
 STAGES = ("lint", "types", "tests", "gpu")

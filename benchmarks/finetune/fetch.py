@@ -76,7 +76,11 @@ def once(target: Path, build: Callable[[Path], None]) -> None:
         new = Path(scratch) / "new"
         new.mkdir()
         build(new)
-        new.rename(target)
+        try:
+            new.rename(target)
+        except OSError:
+            if not target.exists():  # it exists when another process was faster: that one's work is as good as ours
+                raise
     say(f"made {target}")
 
 
