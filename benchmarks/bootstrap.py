@@ -86,9 +86,8 @@ def torch_of(python: str | Path) -> tuple[tuple[int, int], bool] | None:
     return (int(major), int(minor)), cuda == "True"
 
 
-def choose_torch() -> Torch:
-    """A CUDA torch that is already here is used as it is; otherwise torch is installed."""
-    gpu = has_nvidia_gpu()
+def choose_torch(gpu: bool) -> Torch:
+    """A CUDA torch that is already here is used as it is on a machine with a GPU; otherwise torch is installed."""
     found = torch_of(sys.executable) if gpu else None
     return Torch(inherited=found is not None and found[1] and found[0] >= OLDEST_TORCH, gpu=gpu)
 
@@ -101,22 +100,27 @@ def prepare(folder: Path, extras: Iterable[str]) -> Environment:
     """
     started = time.monotonic()
     folder = folder.resolve()
-    torch = choose_torch()
-    environment = Environment(folder, torch.gpu)
-    before = _read_stamp(environment)
-    wanted = _fingerprint(torch)
-    usable = before.get("fingerprint") == wanted and environment.python.exists()
-    have = before.get("extras") if usable else None
+    gpu = has_nvidia_gpu()
+    environment = Environment(folder, gpu)
+    stamp = _read_stamp(environment)
+    base = _fingerprint([str(ROOT), sys.executable, sys.version, str(gpu)])
+    files = (ROOT / "setup.cfg", ROOT / "pyproject.toml", CONSTRAINTS)
+    contents = _fingerprint([TORCH, *(_text(name) for name in files)])
+    running_inside = Path(sys.prefix).resolve() == folder and "base" in stamp
+    usable = environment.python.exists() and (running_inside or stamp.get("base") == base)
+    have = stamp.get("extras") if usable else None
     installed = set(have) if isinstance(have, list) else set()
-    missing = set(extras) - installed
-    if usable and not missing:
+    wanted = sorted(installed.union(extras))
+    if usable and stamp.get("contents") == contents and wanted == sorted(installed):
         say(f"environment {folder} is up to date")
         return environment
+    torch = Torch(inherited=stamp.get("inherited") is True, gpu=gpu) if usable else choose_torch(gpu)
     if not usable:
         say(f"making a virtual environment in {folder} with Python {sys.version.split()[0]} and {torch.words}")
         _make_venv(folder, torch)
-    _install(environment, torch, sorted(installed | missing))
-    _write_stamp(folder, {"fingerprint": wanted, "extras": sorted(installed | missing)})
+    _install(environment, torch, wanted)
+    base = str(stamp["base"]) if running_inside else base
+    _write_stamp(folder, {"base": base, "contents": contents, "extras": wanted, "inherited": torch.inherited})
     say(f"environment ready after {time.monotonic() - started:.0f} s")
     return environment
 
@@ -133,12 +137,12 @@ def _write_stamp(folder: Path, stamp: Mapping[str, object]) -> None:
     (folder / STAMP).write_text(json.dumps(stamp))
 
 
-def _fingerprint(torch: Torch) -> str:
-    """Everything the contents of the environment depend on, apart from the extras."""
-    parts = [str(ROOT), sys.executable, sys.version, TORCH, repr(torch)]
-    for name in (ROOT / "setup.cfg", ROOT / "pyproject.toml", CONSTRAINTS, Path(__file__)):
-        parts.append(name.read_text() if name.exists() else "")
+def _fingerprint(parts: Iterable[str]) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
 
 
 def _make_venv(folder: Path, torch: Torch) -> None:
@@ -213,13 +217,14 @@ def _install(environment: Environment, torch: Torch, extras: Sequence[str]) -> N
     if subprocess.run([*pip, "--version"], capture_output=True, check=False).returncode != 0:
         pip = [sys.executable, "-m", "pip", "--python", str(environment.python)]
     package = f"{ROOT}[{','.join(extras)}]" if extras else str(ROOT)
-    command = [*pip, "install", "--disable-pip-version-check", "--progress-bar", "off"]
+    log = environment.folder / "pip.log"
+    command = [*pip, "install", "--disable-pip-version-check", "--progress-bar", "off", "-qq", "--log", str(log)]
     if torch.inherited:
         if importlib.util.find_spec("setuptools") is not None:
             command.append("--no-build-isolation")
     else:
         command += ["--constraint", str(CONSTRAINTS), TORCH]
-    say(f"installing the package with extras [{', '.join(extras)}]; the first time this takes a few minutes")
+    say(f"installing the package with extras [{', '.join(extras)}]; details in {log}")
     _run([*command, "--editable", package])
     if not environment.command("accelerate").exists():
         _write_console_script(environment, "accelerate", "accelerate.commands.accelerate_cli")
