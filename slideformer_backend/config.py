@@ -132,7 +132,7 @@ def _or(word: str | None, kind: Kind) -> Kind:
 
 def _key(default: T, kind: Kind, doc: str, *, built: bool = True) -> T:
     """Declares a key. ``built=False``: recognised and checked, but any value except the default is refused."""
-    return cast("T", dataclasses.field(default=default, metadata={"kind": kind, "doc": doc, "built": built}))
+    return dataclasses.field(default=default, metadata={"kind": kind, "doc": doc, "built": built})
 
 
 BOOLEAN = Kind("true or false", _boolean)

@@ -1,0 +1,209 @@
+"""``Accelerator`` with SlideFormer: a real subclass that attaches engines in ``prepare`` and keeps every other meaning.
+
+Accelerate sees one process without distribution, an unwrapped model and valid parameters, so what is not overridden
+here (``backward``, ``accumulate``, ``no_sync``, ``unwrap_model``, ``save_state``, ...) is the stock code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DistributedType, DynamoBackend
+from torch import nn
+
+from slideformer_backend.config import SlideFormerConfig
+from slideformer_backend.errors import ConfigError, UnsupportedError
+from slideformer_backend.integrations import hooks, placement
+from slideformer_backend.integrations import optimizer as optimizers
+from slideformer_backend.integrations.session import session
+
+if TYPE_CHECKING:
+    from slideformer_backend.api import Engine
+
+logger = logging.getLogger(__name__)
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class SlideFormerAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate is untyped
+    """What an ``Accelerator`` becomes when SlideFormer was asked for; see :func:`enable`."""
+
+    slideformer_config: SlideFormerConfig
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:  # noqa: ANN401
+        """Attaches engines to all modules first, so that the order of the arguments does not matter."""
+        models = [item for item in args if isinstance(item, nn.Module)]
+        given = [item for item in args if optimizers.is_optimizer(item)]
+        optimizers.refuse_stale(given, models)
+        for model in models:
+            self._attach(model)
+        return super().prepare(*args, device_placement=device_placement)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:  # noqa: ANN401
+        """The same object, driven by an engine, never moved whole.
+
+        A model prepared for evaluation slides too (``Trainer.evaluate`` before ``train`` prepares the model that will
+        be trained); nothing for training is allocated before an optimizer is prepared. A model that cannot slide may
+        still be evaluated: it is placed as without SlideFormer.
+        """
+        try:
+            self._attach(model)
+        except UnsupportedError as error:
+            if not evaluation_mode:
+                raise
+            session.say_once(f"A {type(model).__name__} is evaluated without SlideFormer: {error}")
+            placement.forget(model)
+            return super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
+        with self._without_whole_model_compile():
+            return super().prepare_model(model, device_placement=False, evaluation_mode=evaluation_mode)
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:  # noqa: ANN401
+        """A real ``AcceleratedOptimizer`` over the user's own object, whose step the engine makes."""
+        # Bound first: with a gradient scaler, the wrapper remembers the step method that it finds.
+        optimizers.bind(optimizer)
+        prepared = super().prepare_optimizer(optimizer, device_placement=False)
+        if type(prepared) is AcceleratedOptimizer:
+            prepared.__class__ = optimizers.SlideFormerOptimizer
+        return prepared
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2
+    ) -> Any:  # noqa: ANN401
+        """Clips by the global norm; ours where one engine owns all gradients, torch's in place otherwise."""
+        tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        engine = self._engine_owning(tensors) if float(norm_type) == 2.0 else None
+        if engine is None:
+            return super().clip_grad_norm_(tensors, max_norm, norm_type=norm_type)
+        self.unscale_gradients()
+        owned = [tensor for tensor in tensors if engine.owns([tensor])]
+        return engine.clip_grad_norm_(owned, float(max_norm), 2.0)
+
+    def free_memory(self, *objects: Any) -> Any:  # noqa: ANN401
+        """Detaches the engines of the prepared models (plain CPU models again), then frees as ever."""
+        from slideformer_backend import api
+
+        for model in [*self._models, *(item for item in objects if isinstance(item, nn.Module))]:
+            engine = api.engine_of(model)
+            if engine is not None:
+                engine.detach()
+        return super().free_memory(*objects)
+
+    def _attach(self, model: nn.Module) -> None:
+        """Attaches an engine to ``model`` unless one drives it, and binds the optimizers that waited for it."""
+        from slideformer_backend import api
+
+        if next(model.parameters(), None) is None:
+            return
+        if api.engine_of(model) is None:
+            self._refuse_model(model)
+            placement.forget(model)
+            engine = api.attach(
+                model, self.slideformer_config, device=self.device, autocast_dtype=self._autocast_dtype()
+            )
+            logger.info("SlideFormer drives %s (update: %s)", type(model).__name__, self.slideformer_config.update)
+            state = self.gradient_state
+            engine.last_microbatch = lambda: bool(state.sync_gradients)
+        for prepared in self._optimizers:
+            if optimizers.bind(prepared) and isinstance(prepared, optimizers.SlideFormerOptimizer):
+                prepared.follow_step()
+
+    def _refuse_model(self, model: nn.Module) -> None:
+        name = type(model).__name__
+        if self.scaler is not None and self.slideformer_config.update == "immediate":
+            raise ConfigError(
+                "update: immediate cannot scale the loss, whose overflow is known only after the last gradient.",
+                found="mixed_precision: fp16",
+                remedy="take update: exact, or bf16",
+            )
+        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            raise UnsupportedError(
+                f"SlideFormer drives one model on one GPU, not a {name}.", remedy="pass the model itself"
+            )
+        if hasattr(model, "_orig_mod"):
+            raise UnsupportedError(
+                "SlideFormer cannot drive a model that torch.compile has wrapped whole: weights come and go inside it.",
+                remedy="pass the model itself to prepare()",
+            )
+        if self.verify_device_map(model):
+            raise UnsupportedError(
+                f"This {name} was spread over devices by a device_map before SlideFormer was switched on.",
+                remedy="load it without device_map, or create the Accelerator first",
+            )
+
+    def _autocast_dtype(self) -> torch.dtype | None:
+        """The dtype of the autocast that ``prepare_model`` puts around the forward; None when there is none."""
+        handler = self.autocast_handler
+        if not self.native_amp or (handler is not None and not handler.enabled):
+            return None
+        return _AUTOCAST.get(str(self.mixed_precision))
+
+    def _engine_owning(self, tensors: list[torch.Tensor]) -> Engine | None:
+        """The engine that owns all gradients among ``tensors``; tensors of others count only with a gradient."""
+        from slideformer_backend import api
+
+        for engine in api.engines():
+            others = tensors if not engine.owns(tensors) else []
+            if not others:
+                return engine
+            foreign = [tensor for tensor in others if not engine.owns([tensor])]
+            if len(foreign) < len(tensors) and all(tensor.grad is None for tensor in foreign):
+                return engine
+        return None
+
+    @contextlib.contextmanager
+    def _without_whole_model_compile(self) -> Iterator[None]:
+        plugin = self.state.dynamo_plugin
+        if plugin.backend == DynamoBackend.NO:
+            yield
+            return
+        session.say_once(
+            "SlideFormer leaves out torch.compile of the whole model: weights come and go inside it. Results are the "
+            "same. To silence this, remove torch_compile or dynamo_backend."
+        )
+        self.state.dynamo_plugin = dataclasses.replace(plugin, backend=DynamoBackend.NO)
+        try:
+            yield
+        finally:
+            self.state.dynamo_plugin = plugin
+
+
+def enable(accelerator: Accelerator, config: SlideFormerConfig) -> None:
+    """Turns a constructed ``Accelerator`` (or an instance of a user's subclass) into a SlideFormer one.
+
+    Raises:
+        UnsupportedError: the process is part of a distributed run, or its device or precision is not supported.
+    """
+    if accelerator.distributed_type != DistributedType.NO:
+        raise UnsupportedError(
+            "SlideFormer trains on one GPU with one process.",
+            found=f"distributed type {accelerator.distributed_type.value}",
+            remedy="launch with --num_processes 1; to use several GPUs take FSDP or DeepSpeed instead",
+        )
+    if accelerator.device.type not in ("cuda", "cpu"):
+        raise UnsupportedError(
+            "SlideFormer runs on CUDA GPUs, and on the CPU for tests.", found=f"device {accelerator.device}"
+        )
+    if accelerator.mixed_precision == "fp8":
+        raise UnsupportedError(
+            "SlideFormer does not support mixed_precision: fp8.", expected="no, bf16 or fp16", remedy="take bf16"
+        )
+    hooks.keep_off_gpu()
+    accelerator.__class__ = _subclass(type(accelerator))
+    accelerator.slideformer_config = config
+
+
+def _subclass(kind: type) -> type:
+    if issubclass(kind, SlideFormerAccelerator):
+        return kind
+    if kind is Accelerator:
+        return SlideFormerAccelerator
+    return type(f"SlideFormer{kind.__name__}", (SlideFormerAccelerator, kind), {"__module__": kind.__module__})
