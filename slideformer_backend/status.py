@@ -31,12 +31,12 @@ class Report(Protocol):
     """What the line needs of an engine's report."""
 
     @property
-    def gpu_peak_bytes(self) -> int:
-        """Most bytes the engine's slots and buffers have taken on the device."""
+    def slot_bytes(self) -> int:
+        """Device memory of all slots."""
 
     @property
     def waits(self) -> Mapping[str, float]:
-        """Seconds waited since the start, by who waits for what."""
+        """Seconds waited since the start, by "A waits for B"."""
 
 
 class Sample(NamedTuple):
@@ -56,8 +56,8 @@ def waiting(first: Sample, last: Sample) -> str:
     span = max(last.time - first.time, 1e-9)
     shares = {reason: (seconds - first.waits.get(reason, 0.0)) / span for reason, seconds in last.waits.items()}
     longest = sorted(shares.items(), key=lambda item: -item[1])
-    words = [f"{reason} {share:.0%}" for reason, share in longest if share >= _SMALL]
-    return ", ".join(words) if words else "nothing waits"
+    words = [f"{reason.replace(' waits for ', ' for ')} {share:.0%}" for reason, share in longest if share >= _SMALL]
+    return ", ".join(words) if words else "none"
 
 
 class StatusLine:
@@ -178,6 +178,6 @@ class StatusLine:
     def _memory(self, report: Report) -> str:
         host = gigabytes(psutil.Process().memory_info().rss)
         if self._device.type != "cuda":
-            return f"window {gigabytes(report.gpu_peak_bytes)}  host {host}"
+            return f"window {gigabytes(report.slot_bytes)}  host {host}"
         now, peak = torch.cuda.memory_allocated(self._device), torch.cuda.max_memory_allocated(self._device)
         return f"GPU {gigabytes(now)} (peak {gigabytes(peak)})  host {host}"

@@ -40,14 +40,14 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def commands(options: argparse.Namespace, gpu: bool) -> dict[str, list[str]]:
+def stages(options: argparse.Namespace, gpu: bool) -> dict[str, list[str]]:
     """The command of each stage, as arguments for the environment's Python; pytest comes last."""
     tests = ["-m", "pytest", "--durations=10"]
     # Every worker computes on one thread (see `test_environment`), so workers share nothing but memory.
     workers = ["-n", str(min(cores(), 8)), "--dist", "worksteal"] if cores() > 1 else []
     found = {
         "lint": ["-m", "ruff", "check", "."],
-        "types": ["-m", "mypy"],
+        "types": [str(ROOT / "tests" / "packaging" / "typed_tree.py")],
         "tests": [*tests, "-m", "not gpu", *workers, *options.pytest],
     }
     if gpu:
@@ -79,14 +79,13 @@ def main(arguments=None) -> None:
         sys.exit(f"[setup] {error}")
     environ = test_environment(options)
     failed = []
-    for name, command in commands(options, environment.gpu).items():
+    for name, command in stages(options, environment.gpu).items():
         print(f"[{name}] python {shlex.join(command)}", flush=True)
         started = time.monotonic()
-        finished = subprocess.run(
-            [environment.python, *command], cwd=ROOT, env=environ, stdin=subprocess.DEVNULL, check=False
-        )
-        # pytest's 5: no test was selected, which is right when only CPU tests match what was asked for.
-        if finished.returncode != 0 and not (name == "gpu" and finished.returncode == 5):
+        whole = [environment.python, *command]
+        status = subprocess.run(whole, cwd=ROOT, env=environ, stdin=subprocess.DEVNULL, check=False).returncode
+        # 5: pytest found no test, which is right when only CPU tests match what was asked for.
+        if status != 0 and not (name == "gpu" and status == 5):
             failed.append(name)
         print(f"[{name}] {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
     if failed:
