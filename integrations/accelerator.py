@@ -80,11 +80,10 @@ class SlideFormerAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate i
     ) -> Any:  # noqa: ANN401
         """Clips by the global norm; ours where one engine owns all gradients, torch's in place otherwise."""
         tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        engine = self._engine_owning(tensors) if float(norm_type) == 2.0 else None
+        engine, owned = self._owner(tensors) if float(norm_type) == 2.0 else (None, [])
         if engine is None:
             return super().clip_grad_norm_(tensors, max_norm, norm_type=norm_type)
         self.unscale_gradients()
-        owned = [tensor for tensor in tensors if engine.owns([tensor])]
         return engine.clip_grad_norm_(owned, float(max_norm), 2.0)
 
     def free_memory(self, *objects: Any) -> Any:  # noqa: ANN401
@@ -146,18 +145,19 @@ class SlideFormerAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate i
             return None
         return _AUTOCAST.get(str(self.mixed_precision))
 
-    def _engine_owning(self, tensors: list[torch.Tensor]) -> Engine | None:
-        """The engine that owns all gradients among ``tensors``; tensors of others count only with a gradient."""
+    def _owner(self, tensors: list[torch.Tensor]) -> tuple[Engine | None, list[torch.Tensor]]:
+        """The engine that owns all gradients among ``tensors``, and its part of them.
+
+        Tensors of others count only if they have a gradient.
+        """
         from slideformer_backend import api
 
         for engine in api.engines():
-            others = tensors if not engine.owns(tensors) else []
-            if not others:
-                return engine
-            foreign = [tensor for tensor in others if not engine.owns([tensor])]
-            if len(foreign) < len(tensors) and all(tensor.grad is None for tensor in foreign):
-                return engine
-        return None
+            owned = tensors if engine.owns(tensors) else [tensor for tensor in tensors if engine.owns([tensor])]
+            mine = {id(tensor) for tensor in owned}
+            if owned and all(tensor.grad is None for tensor in tensors if id(tensor) not in mine):
+                return engine, owned
+        return None, []
 
     @contextlib.contextmanager
     def _without_whole_model_compile(self) -> Iterator[None]:

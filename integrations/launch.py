@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from slideformer_backend.config import keys
+from slideformer_backend.config import check_keys, keys
 from slideformer_backend.errors import ConfigError
 from slideformer_backend.integrations.launch_request import (
     FLAG,
@@ -110,12 +110,25 @@ def wrap_parse_known_args(original: Callable[..., Any]) -> Callable[..., Any]:
         if ours:
             add_flags(self)
         result = original(self, args, namespace)
+        if ours:
+            _refuse_unknown(self, result[1])
         if ours and getattr(result[0], FLAG, False) and result[0].num_processes is None:
             # Otherwise Accelerate counts the GPUs and starts one process for each of them.
             result[0].num_processes = 1
         return result
 
     return parse_known_args
+
+
+def _refuse_unknown(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
+    prefix = flag_of("")
+    for word in words:
+        name = word.split("=")[0].lstrip("-").replace("-", "_")
+        if name.startswith(prefix):
+            try:
+                check_keys([name[len(prefix) :]], source=word.split("=")[0])
+            except ConfigError as error:
+                parser.error(str(error))
 
 
 def _is_launch_parser(parser: argparse.ArgumentParser) -> bool:

@@ -1,0 +1,91 @@
+"""Optimizer state dicts: step counts, fp32 moments and fp32 masters survive bit for bit (HAZARDS 17)."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from ..engine import Engine
+from ..engine.binding import Binding
+from ..engine.unit import ParamRecord
+
+MASTER = "master"
+"""Key of the fp32 master weights in an optimizer state, beside torch's own keys; absent where the parameter is fp32."""
+
+
+def install_optimizer_hooks(engine: Engine, binding: Binding) -> None:
+    """State-dict hooks on the user's optimizer: fused rules keep their state in slabs, torch's format leaves and enters."""
+    if binding.rule is None:
+        return
+    hooks = _StateHooks(engine, binding)
+    optimizer = binding.optimizer
+    engine.add_hook(optimizer.register_state_dict_pre_hook(hooks.export))
+    engine.add_hook(optimizer.register_state_dict_post_hook(hooks.forget))
+    engine.add_hook(optimizer.register_load_state_dict_pre_hook(hooks.remember))
+    engine.add_hook(optimizer.register_load_state_dict_post_hook(hooks.take))
+
+
+class _StateHooks:
+    """Moves states between slabs and ``optimizer.state`` around ``state_dict`` and ``load_state_dict``."""
+
+    def __init__(self, engine: Engine, binding: Binding) -> None:
+        self._engine = weakref.ref(engine)
+        self._binding = binding
+        self._loaded: dict[int, dict[str, Any]] = {}
+
+    def export(self, optimizer: Optimizer) -> None:
+        """Before ``state_dict``: fill ``optimizer.state`` from the slabs."""
+        engine = self._engine()
+        if engine is None:
+            return
+        engine.settle()
+        for record, _ in self._binding.records():
+            if record.steps:
+                optimizer.state[record.parameter] = self._state_of(engine, record)
+
+    def forget(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """After ``state_dict``: the copies leave with it."""
+        for record, _ in self._binding.records():
+            optimizer.state.pop(record.parameter, None)
+
+    def remember(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Before ``load_state_dict`` casts states to the parameter's dtype: keep the originals."""
+        ours = {id(record.parameter) for record, _ in self._binding.records()}
+        current = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        saved = [number for group in state["param_groups"] for number in group["params"]]
+        self._loaded = {
+            id(parameter): state["state"][number]
+            for parameter, number in zip(current, saved, strict=False)
+            if number in state["state"] and id(parameter) in ours
+        }
+
+    def take(self, optimizer: Optimizer) -> None:
+        """After ``load_state_dict``: the slabs take the originals."""
+        engine = self._engine()
+        loaded, self._loaded = self._loaded, {}
+        if engine is None:
+            return
+        engine.settle()
+        self._binding.assign()
+        for record, _ in self._binding.records():
+            optimizer.state.pop(record.parameter, None)
+            state = loaded.get(id(record.parameter))
+            engine.load_state(record, state or {})
+
+    def _state_of(self, engine: Engine, record: ParamRecord) -> dict[str, Any]:
+        names = self._binding.rule.states_used(record.group or {}) if self._binding.rule is not None else ()
+        exported: dict[str, Any] = {}
+        if self._binding.rule is not None and self._binding.rule.name != "sgd":
+            exported["step"] = torch.tensor(float(record.steps))
+        for name in names:
+            flat = record.unit.states[name].view(torch.float32, record.place.state * 4, record.numel)
+            exported[name] = flat.view(record.spec.shape).clone()
+        master = engine.master_of(record)
+        if master is not None:
+            exported[MASTER] = master
+        if self._binding.rule is not None and self._binding.rule.name == "sgd" and not names:
+            exported.setdefault("momentum_buffer", None)
+        return exported

@@ -1,0 +1,214 @@
+"""Access records: what happens when user code touches a parameter or gradient outside the window (DESIGN 4.2)."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..errors import StateError
+from ..transfer import GradientBuffer
+from .edges import device_gradient, set_device_gradient
+from .guard import guard, guarded_class, plain
+from .unit import ONE, ParamRecord, Weights
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+
+class ParameterAccess:
+    """Guards a sliding parameter while it is its host tensor."""
+
+    def __init__(self, engine: Engine, record: ParamRecord) -> None:
+        self._engine = weakref.ref(engine)
+        self._record = record
+
+    def before(self, writes: bool) -> None:
+        engine = self._alive()
+        record, unit = self._record, self._record.unit
+        engine.backward.finish_outside()
+        policy = engine.policy
+        policy.absorb(unit)
+        if record.shows_master:
+            policy.commit(unit)
+        if unit.weights_are is not Weights.CURRENT:
+            policy.refresh(unit)
+        engine.backend.synchronize("host waits for update", unit.updated)
+        if writes:
+            engine.backend.synchronize("host waits for weights sent", unit.sent)
+            policy.remember(record)
+        engine.backend.touch_host(f"user's access to {record.name}", reads=(unit.weights,))
+
+    def after(self, aliased: bool) -> None:
+        engine = self._alive()
+        unit = self._record.unit
+        if self._record.shows_master:
+            engine.policy.commit(unit)
+        engine.backend.synchronize("host waits for weights sent", unit.sent)
+        engine.policy.remember(self._record)
+        engine.policy.expose(self._record)
+        unit.content += 1
+
+    def get_grad(self) -> torch.Tensor | None:
+        engine, record = self._alive(), self._record
+        engine.backward.finish_outside()
+        buffer = record.unit.gradient
+        if not record.has_gradient or buffer is None:
+            return None
+        reference = buffer.handles.get(id(record))
+        handle = reference() if reference is not None else None
+        if handle is None:
+            handle = record.gradient_view(buffer.slab.flat)
+            handle.__class__ = guarded_class(torch.Tensor)
+            guard(handle, GradientAccess(engine, record, buffer))
+            buffer.handles[id(record)] = weakref.ref(handle)
+        return handle
+
+    def set_grad(self, value: torch.Tensor | None) -> None:
+        engine, record = self._alive(), self._record
+        engine.backward.finish_outside()
+        if value is None:
+            engine.policy.forget(record)
+            return
+        _check_gradient(record, value)
+        if value is self.get_grad():
+            return
+        target = engine.policy.writable_gradient(record)
+        target.copy_(plain_value(value))
+
+    def set_data(self, value: torch.Tensor) -> None:
+        record = self._record
+        if value.shape != record.spec.shape or value.dtype != record.spec.dtype:
+            raise StateError(
+                f"{record.name}: assigning .data of another shape or dtype to a sliding parameter is not possible.",
+                found=f"{tuple(value.shape)} {value.dtype}",
+                expected=f"{tuple(record.spec.shape)} {record.spec.dtype}",
+                remedy="change shapes and dtypes before accelerator.prepare()",
+            )
+        self.before(writes=True)
+        record.host.copy_(plain_value(value))
+        self.after(aliased=False)
+
+    def _alive(self) -> Engine:
+        engine = self._engine()
+        if engine is None:
+            raise StateError(f"{self._record.name} is still guarded by an engine that is gone")
+        return engine
+
+
+class GradientAccess:
+    """Guards a host gradient that was shown to user code. ``buffer`` is the memory it shows."""
+
+    def __init__(self, engine: Engine, record: ParamRecord, buffer: GradientBuffer) -> None:
+        self._engine = weakref.ref(engine)
+        self._record = record
+        self._buffer = buffer
+
+    def before(self, writes: bool) -> None:
+        engine = self._engine()
+        if engine is None:
+            return
+        engine.backward.finish_outside()
+        unit = self._record.unit
+        if self._buffer is unit.gradient:
+            engine.policy.apply_coefficients(unit)
+            if writes:
+                self._claim(engine)
+        self._wait(engine)
+
+    def after(self, aliased: bool) -> None:
+        engine = self._engine()
+        if engine is None:
+            return
+        unit = self._record.unit
+        if aliased:
+            self._buffer.is_aliased = True
+        if self._buffer is unit.gradient:
+            self._claim(engine)
+            for record in unit.with_gradient:
+                record.square_sum = None
+        self._wait(engine)
+
+    def get_grad(self) -> torch.Tensor | None:
+        return None
+
+    def set_grad(self, value: torch.Tensor | None) -> None:
+        raise StateError("a gradient has no gradient of its own here")
+
+    def set_data(self, value: torch.Tensor) -> None:
+        self.before(writes=True)
+        self._record.gradient_view(self._buffer.slab.flat).copy_(plain_value(value))
+        self.after(aliased=False)
+
+    def _claim(self, engine: Engine) -> None:
+        # the memory is user code's now: what was logged from it commits, what was predicted from it is void
+        unit = self._record.unit
+        if unit.logged is self._buffer:
+            engine.policy.commit(unit)
+        engine.policy.void(unit)
+
+    def _wait(self, engine: Engine) -> None:
+        unit = self._record.unit
+        engine.backend.synchronize("host waits for gradient", self._buffer.filled)
+        engine.backend.synchronize("host waits for update", unit.updated)
+        engine.backend.synchronize("host waits for norm", unit.measured)
+        engine.backend.touch_host(f"user's access to a gradient of {unit.name}", reads=(self._buffer.slab,))
+
+
+class EdgeAccess:
+    """Guards a resident parameter. Its gradient is the tensor autograd holds."""
+
+    def __init__(self, engine: Engine, record: ParamRecord) -> None:
+        self._engine = weakref.ref(engine)
+        self._record = record
+
+    def before(self, writes: bool) -> None:
+        engine = self._engine()
+        if engine is not None:
+            engine.backend.order("compute after weights refreshed", self._record.unit.refreshed)
+
+    def after(self, aliased: bool) -> None:
+        engine = self._engine()
+        if engine is not None:
+            engine.policy.expose(self._record)
+
+    def get_grad(self) -> torch.Tensor | None:
+        engine = self._engine()
+        if engine is not None and not engine.backward.is_inside():
+            engine.backward.finish_outside()
+            engine.edges.apply_coefficient(self._record)
+            engine.edges.outdate(self._record)
+        return device_gradient(self._record)
+
+    def set_grad(self, value: torch.Tensor | None) -> None:
+        engine, record = self._engine(), self._record
+        if engine is not None and not engine.backward.is_inside():
+            engine.backward.finish_outside()
+            if value is None:
+                engine.policy.forget(record)
+            else:
+                record.coefficient = ONE
+                engine.edges.outdate(record)
+        set_device_gradient(record, value)
+
+    def set_data(self, value: torch.Tensor) -> None:
+        self.before(writes=True)
+        record = self._record
+        if value.shape != record.spec.shape or value.dtype != record.spec.dtype:
+            raise StateError(f"{record.name}: assigning .data of another shape or dtype is not possible after prepare.")
+        plain(record.parameter).copy_(plain_value(value))
+        self.after(aliased=False)
+
+
+def plain_value(value: torch.Tensor) -> torch.Tensor:
+    """A user's tensor without a graph (its own guard, if it has one, still settles)."""
+    return value.detach()
+
+
+def _check_gradient(record: ParamRecord, value: torch.Tensor) -> None:
+    if value.shape != record.spec.shape or value.dtype != record.spec.dtype:
+        raise RuntimeError(
+            f"assigned grad has shape {tuple(value.shape)} and dtype {value.dtype}, but {record.name} has"
+            f" {tuple(record.spec.shape)} and {record.spec.dtype}"
+        )

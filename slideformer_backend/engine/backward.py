@@ -1,0 +1,253 @@
+"""The backward of units: open before the first gradient kernel, close after the last, send the gradient away.
+
+Order of one unit, as in FSDP2: gradient hook on its output (open: weights and gradient slot), recompute, weight
+gradients (post-accumulate hooks), identity on its inputs (close). The engine of autograd runs ready nodes in reverse
+order of creation and gradient accumulation at once, so everything of the unit has run when the identity does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..errors import StaleGraphError, UnsupportedError
+from ..transfer import Backend
+from .edges import Edges
+from .policy import UpdatePolicy
+from .unit import ONE, ParamRecord, Unit, Where
+from .window import Window
+
+
+class Visit:
+    """One forward of a unit with gradients. Alive while its graph is."""
+
+    __slots__ = ("__weakref__", "is_done", "is_open", "is_wide", "steps", "unit")
+
+    def __init__(self, unit: Unit, *, is_wide: bool) -> None:
+        self.unit = unit
+        self.steps = unit.steps
+        self.is_wide = is_wide
+        self.is_open = False
+        self.is_done = False
+        unit.visits.add(self)
+
+
+class Backward:
+    """State of the running backward pass (none between passes).
+
+    Args:
+        backend: lanes and device.
+        window: slots.
+        policy: takes arrived gradients.
+        edges: the resident units, whose gradients arrive at the end.
+        fetch: brings a unit's weights towards the device (the engine's, which keeps them current).
+        expects_step: whether a ``step()`` should follow this backward.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        window: Window,
+        policy: UpdatePolicy,
+        edges: Edges,
+        fetch: Callable[[Unit], None],
+        expects_step: Callable[[], bool],
+    ) -> None:
+        self.backend = backend
+        self.window = window
+        self.policy = policy
+        self.edges = edges
+        self.count = 0
+        """Backward passes since the last ``step()``."""
+        self._fetch = fetch
+        self._expects_step = expects_step
+        self._task = -1
+        self._open: list[Visit] = []
+        self._is_last = True
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a pass has begun and not been finished."""
+        return self._task != -1
+
+    @staticmethod
+    def is_inside() -> bool:
+        """Whether the calling thread runs inside a backward pass."""
+        return torch._C._current_graph_task_id() != -1
+
+    def finish_outside(self) -> None:
+        """Called by whatever follows a backward: one that an exception ended is finished first."""
+        if self.is_running and not self.is_inside():
+            self.finish()
+
+    def begin(self) -> None:
+        """Called by every hook: the first one of a pass starts it."""
+        task = torch._C._current_graph_task_id()
+        if task == self._task:
+            return
+        if self.is_running:
+            self.finish()  # leftovers of a pass that an exception ended
+        self.policy.check_backward()
+        self._task = task
+        self.count += 1
+        self._is_last = self._expects_step()
+        self.edges.before_backward()
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    def open(self, visit: Visit) -> None:
+        """Weights and gradient slot of the visit's unit are ready for compute issued from now on."""
+        self.begin()
+        if visit.is_open:
+            return
+        unit = visit.unit
+        if visit.steps != unit.steps:
+            raise StaleGraphError(
+                f"{unit.name}: its weights were updated by optimizer.step() after the forward whose backward runs now;"
+                " the gradient would mix two models.",
+                remedy="call backward before step, or run the forward again",
+            )
+        visit.is_open = True
+        self._open.append(visit)
+        unit.opens += 1
+        if unit.opens > 1:
+            return
+        self._fetch(unit)
+        self.window.lease(unit, Where.BACKWARD, is_wide=visit.is_wide)
+        if unit.layout.gradient_bytes:
+            unit.gradient_slot = self.window.take_gradient_slot(unit)
+            if unit.gradient is not None and unit.with_gradient:
+                self._send_pending(unit)
+
+    def close(self, visit: Visit) -> None:
+        """The last gradient kernel of the visit has been issued: the unit leaves the window."""
+        if not visit.is_open:
+            return
+        visit.is_open, visit.is_done = False, True
+        self._open.remove(visit)
+        unit = visit.unit
+        unit.opens -= 1
+        if unit.opens:
+            return
+        for record in unit.trainable:
+            record.parameter.grad = None
+        self.window.release(unit)
+        self._send_gradient(unit)
+
+    def accumulated(self, record: ParamRecord) -> None:
+        """Post-accumulate hook of a sliding parameter: its gradient goes to the gradient slot."""
+        unit, parameter = record.unit, record.parameter
+        slot = unit.gradient_slot
+        if slot is None or not unit.opens:
+            raise UnsupportedError(
+                f"{unit.name}.{record.name} received a gradient outside its block's forward (a loss or a module that"
+                " uses a sliding weight directly).",
+                remedy="compute such terms inside the block, or exclude this weight from the loss",
+            )
+        gradient = parameter.grad
+        if gradient is None:
+            return
+        if gradient.layout is not torch.strided:
+            raise UnsupportedError(
+                f"{unit.name}.{record.name} received a sparse gradient.", remedy="build the layer with sparse=False"
+            )
+        if gradient.requires_grad:
+            raise UnsupportedError("backward(create_graph=True) is not supported with sliding weights.")
+        view = record.gradient_view(slot.flat)
+        self.backend.touch(f"gradient of {unit.name}", writes=(slot,))
+        with torch.no_grad():
+            if gradient.data_ptr() == view.data_ptr():
+                pass  # autograd added in place
+            elif record.has_gradient or id(record) in unit.arrived:
+                view.add_(gradient)
+            else:
+                view.copy_(gradient)
+        unit.arrived.add(id(record))
+        parameter.grad = view if view.dtype == parameter.dtype else None
+
+    def finish(self) -> None:
+        """Close what is still open and send the gradients of edge units; after an exception too."""
+        if not self.is_running:
+            return
+        self._task = -1
+        for visit in list(self._open):
+            self.close(visit)
+        self.edges.after_backward(is_last=self._is_last)
+
+    def _end(self) -> None:
+        self.finish()
+
+    def _send_pending(self, unit: Unit) -> None:
+        # DESIGN 4.4: autograd adds to the gradient of earlier micro-batches, in the parameter's dtype
+        if any(record.coefficient != ONE for record in unit.with_gradient):
+            self.policy.apply_coefficients(unit)
+        buffer, slot = unit.gradient, unit.gradient_slot
+        if buffer is None or slot is None:
+            return
+        size = unit.layout.gradient_bytes
+        source, target = buffer.slab.flat[:size], slot.flat[:size]
+        buffer.sent = self.backend.h2d.submit(
+            f"pending gradient of {unit.name} to the device",
+            lambda: target.copy_(source, non_blocking=True),
+            after={
+                "h2d after gradient filled": buffer.filled,
+                "h2d after gradient scaled": unit.updated,
+                "h2d after gradient slot drained": slot.drained,
+                "h2d after gradient slot leased": self.backend.mark("lease of a gradient slot"),
+            },
+            reads=(buffer.slab,),
+            writes=(slot,),
+        )
+        self.backend.order("compute after pending gradient", buffer.sent)
+        for record in unit.with_gradient:
+            if record.spec.dtype == record.parameter.dtype:
+                record.parameter.grad = record.gradient_view(slot.flat)
+
+    def _send_gradient(self, unit: Unit) -> None:
+        slot, unit.gradient_slot = unit.gradient_slot, None
+        if slot is None:
+            return
+        arrived, unit.arrived = unit.arrived, set()
+        if not arrived:
+            slot.drained = unit.gradient.sent if unit.gradient is not None else None
+            self.window.give_gradient_slot(unit, slot)
+            return
+        buffer = self.policy.target_buffer(unit)
+        size = unit.layout.gradient_bytes
+        source, target = slot.flat[:size], buffer.slab.flat[:size]
+        slot.drained = buffer.filled = self.backend.d2h.submit(
+            f"gradient of {unit.name} to the host",
+            lambda: target.copy_(source, non_blocking=True),
+            after={
+                "d2h after compute": self.backend.mark(f"backward of {unit.name}"),
+                "d2h after gradient buffer drained": buffer.drained,
+                "d2h after gradient sent": buffer.sent,
+                "d2h after norm": unit.measured if buffer is unit.gradient else None,
+                "d2h after update": unit.updated if buffer is unit.gradient else None,
+            },
+            reads=(slot,),
+            writes=(buffer.slab,),
+        )
+        self.window.give_gradient_slot(unit, slot)
+        for record in unit.trainable:
+            if id(record) in arrived:
+                record.has_gradient, record.square_sum = True, None
+        self.policy.replace_gradient(unit, buffer)
+        self.policy.measure(unit)
+        is_last = self._is_last and all(visit.is_done for visit in unit.visits)
+        self.policy.arrive(unit, is_last=is_last)
+
+
+class PostBackward(torch.autograd.Function):
+    """Identity on a unit's inputs whose backward closes the visit."""
+
+    @staticmethod
+    def forward(ctx: Any, close: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.close = close
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        ctx.close()
+        return (None, *gradients)

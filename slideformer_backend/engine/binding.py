@@ -1,0 +1,124 @@
+"""Binding a user's optimizer object: its ``step`` becomes ours, everything else about it stays (DESIGN 3.2)."""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.optim import Optimizer
+
+from ..optim.rules import rule_for
+from .unit import Entry, ParamRecord
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+
+class Binding:
+    """One optimizer of an engine.
+
+    ``rule`` is the fused rule, None for an optimizer that runs as itself on master views. ``was_skipped`` tells whether
+    its last ``step()`` was dropped.
+    """
+
+    def __init__(self, engine: Engine, optimizer: Optimizer) -> None:
+        self._engine = weakref.ref(engine)
+        self._optimizer = weakref.ref(optimizer)
+        self.rule = rule_for(optimizer)
+        self.was_skipped = False
+        self._previous_step = optimizer.__dict__.get("step")
+        self._scalars: dict[tuple[int, int], tuple[np.float32, ...]] = {}
+        step = Optimizer.profile_hook_step(_Step(self))
+        if hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # a scheduler made before us counts calls through this mark
+            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # torch's own mark
+        optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]  # with an undo, by design
+        self.assign()
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The user's optimizer object."""
+        optimizer = self._optimizer()
+        if optimizer is None:
+            raise RuntimeError("the optimizer of this binding is gone")
+        return optimizer
+
+    def assign(self) -> None:
+        """Tell each record its optimizer and live param group (groups may be added or replaced at any time)."""
+        engine = self._engine()
+        if engine is None:
+            return
+        for record, group in self.records():
+            record.binding, record.group = self, group
+
+    def records(self) -> Iterator[tuple[ParamRecord, dict[str, Any]]]:
+        """Our parameters among the optimizer's, with their groups."""
+        engine = self._engine()
+        if engine is None:
+            return
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                record = engine.record_of(parameter)
+                if record is not None:
+                    yield record, group
+
+    def foreign(self) -> list[torch.Tensor]:
+        """The optimizer's parameters that this engine does not manage and that have a gradient."""
+        engine = self._engine()
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        return [p for p in parameters if engine is None or (engine.record_of(p) is None and p.grad is not None)]
+
+    def entry(self, record: ParamRecord, coefficient: np.float32) -> Entry:
+        """The log entry of the next update of ``record`` with the hyper-parameters of now."""
+        rule, group = self.rule, record.group
+        if rule is None or group is None:
+            raise RuntimeError("an optimizer without a fused rule has no log entries")
+        return Entry(rule, rule.states_used(group), rule.scalars(group, record.steps + 1), coefficient)
+
+    def run_on(self, parameters: Sequence[torch.Tensor]) -> None:
+        """The optimizer's own step on some of its parameters only."""
+        wanted = {id(parameter) for parameter in parameters}
+        groups = self.optimizer.param_groups
+        kept = [group["params"] for group in groups]
+        try:
+            for group in groups:
+                group["params"] = [parameter for parameter in group["params"] if id(parameter) in wanted]
+            step = type(self.optimizer).step
+            getattr(step, "__wrapped__", step)(self.optimizer)  # hooks have run already
+        finally:
+            for group, original in zip(groups, kept, strict=True):
+                group["params"] = original
+
+    def undo(self) -> None:
+        """Give the optimizer its own ``step`` back."""
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return
+        optimizer.__dict__.pop("step", None)
+        if self._previous_step is not None:
+            optimizer.__dict__["step"] = self._previous_step
+
+
+class _Step:
+    """The function behind the replaced ``optimizer.step``."""
+
+    def __init__(self, binding: Binding) -> None:
+        self._binding = binding
+        self.__name__ = "step"
+
+    def __call__(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler made before prepare checks
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        engine = self._binding._engine()
+        if engine is None:
+            self._binding.undo()
+            optimizer.step()
+        else:
+            engine.step(self._binding)
+        return loss

@@ -1,0 +1,203 @@
+"""The driver of a unit: its forward with weights fetched, recomputed in backward (DESIGN 3.3, D2)."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from .backward import PostBackward, Visit
+from .unit import Unit, Where
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+
+class UnitForward:
+    """Takes the place of a unit's ``forward``; ``undo`` puts the original back.
+
+    A deep copy of the module carries this bound to the copy; the copy is not managed and runs the original forward.
+    """
+
+    def __init__(self, engine: Engine, unit: Unit, module: nn.Module) -> None:
+        self._engine = weakref.ref(engine)
+        self._unit = unit
+        self._module = weakref.ref(module)
+        self._own = module.__dict__.get("forward")
+        self.__name__ = "forward"
+        self.__doc__ = type(module).forward.__doc__
+        self.__signature__ = inspect.signature(type(module).forward)
+        module.forward = types.MethodType(self, module)  # type: ignore[assignment]  # an instance attribute by design
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        engine = self._engine()
+        if engine is None or module is not self._module():
+            return self._original(module)(*args, **kwargs)
+        if torch.is_grad_enabled():
+            return self._with_graph(engine, module, args, kwargs)
+        unit = self._unit
+        engine.enter(unit, Where.FORWARD, is_wide=engine.is_wide(unit))
+        try:
+            with _unit_context(module):
+                return self._original(module)(*args, **kwargs)
+        finally:
+            engine.leave(unit)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> UnitForward:
+        return self
+
+    def undo(self) -> None:
+        """Put the original forward back."""
+        module = self._module()
+        if module is None:
+            return
+        module.__dict__.pop("forward", None)
+        if self._own is not None:
+            module.__dict__["forward"] = self._own
+
+    def _original(self, module: nn.Module) -> Callable[..., Any]:
+        if self._own is None:
+            return types.MethodType(type(module).forward, module)
+        function = getattr(self._own, "__func__", None)
+        return self._own if function is None else types.MethodType(function, module)
+
+    def _with_graph(self, engine: Engine, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        unit = self._unit
+        visit = Visit(unit, is_wide=engine.is_wide(unit))
+        backward = engine.backward
+        args, kwargs = _map_inputs(lambda: backward.close(visit), args, kwargs)
+        run = _Runner(self._original(module), module, args, kwargs)
+        with _autocast_cache_off():
+            output = checkpoint(
+                run,
+                *args,
+                use_reentrant=False,
+                context_fn=lambda: (engine.window_open(visit), engine.window_reopen(visit)),
+                **kwargs,
+            )
+        for tensor in _tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(_OpenHook(backward.open, visit))
+        return output
+
+
+class _OpenHook:
+    """Gradient hook on a unit's output: the backward of the unit begins."""
+
+    def __init__(self, open_visit: Callable[[Visit], None], visit: Visit) -> None:
+        self._open = open_visit
+        self._visit = visit
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        self._open(self._visit)
+
+
+class _Runner:
+    """Runs the original forward; the recompute sees key-value caches as the forward found them.
+
+    A cache is appended to by the forward. The recompute gets a shallow copy of the cache from before, so that nothing
+    is appended twice and a prefix (prefix tuning) still takes part.
+    """
+
+    def __init__(
+        self, forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._forward = forward
+        self._module = module
+        self._before = {id(value): _snapshot(value) for value in (*args, *kwargs.values()) if _is_cache(value)}
+        self._is_first = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._is_first and self._before:
+            args = tuple(self._restored(value) for value in args)
+            kwargs = {name: self._restored(value) for name, value in kwargs.items()}
+        self._is_first = False
+        with _unit_context(self._module):
+            return self._forward(*args, **kwargs)
+
+    def _restored(self, value: Any) -> Any:
+        return _snapshot(self._before[id(value)]) if id(value) in self._before else value
+
+
+def _is_cache(value: Any) -> bool:
+    return any(base.__name__ == "Cache" for base in type(value).__mro__)
+
+
+def _snapshot(cache: Any) -> Any:
+    copied = copy.copy(cache)
+    for name, value in vars(cache).items():
+        if isinstance(value, list):
+            setattr(copied, name, [copy.copy(item) for item in value])
+        elif _is_cache(value):
+            setattr(copied, name, _snapshot(value))
+    return copied
+
+
+@contextlib.contextmanager
+def _unit_context(module: nn.Module) -> Iterator[None]:
+    """The unit is checkpointed already: Hugging Face's own switch is off inside. Autocast casts are not cached, since
+    the cache is keyed by parameters whose memory belongs to another unit a moment later (DESIGN 3.3)."""
+    had = module.__dict__.get("gradient_checkpointing")
+    if had:
+        module.__dict__["gradient_checkpointing"] = False
+    try:
+        with _autocast_cache_off():
+            yield
+    finally:
+        if had:
+            module.__dict__["gradient_checkpointing"] = had
+
+
+@contextlib.contextmanager
+def _autocast_cache_off() -> Iterator[None]:
+    was = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(was)
+
+
+def _map_inputs(
+    close: Callable[[], None], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Put the post-backward identity on every input tensor that requires a gradient."""
+    inputs = [tensor for tensor in _tensors((args, kwargs)) if tensor.requires_grad]
+    if not inputs:
+        return args, kwargs
+    passed = PostBackward.apply(close, *inputs)
+    replaced = {id(tensor): new for tensor, new in zip(inputs, passed, strict=True)}
+    return _replace(args, replaced), _replace(kwargs, replaced)
+
+
+def _replace(value: Any, replaced: dict[int, torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return replaced.get(id(value), value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_replace(item, replaced) for item in value))
+    if type(value) in (list, tuple):
+        return type(value)(_replace(item, replaced) for item in value)
+    if type(value) is dict:
+        return {key: _replace(item, replaced) for key, item in value.items()}
+    return value
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Tensors in (nested) tuples, lists, dicts and dataclass-like outputs."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+

@@ -1,0 +1,138 @@
+"""Edge units: embeddings, final norm, head. Their parameters and gradients stay on the device between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..errors import UnsupportedError
+from ..transfer import Backend
+from .guard import plain
+from .policy import UpdatePolicy
+from .unit import ONE, ParamRecord, Unit
+
+
+class Edges:
+    """Moves gradients of edge units to the host and updated weights back.
+
+    The device gradient is the truth; ``unit.gradient`` is a copy of it on the host, which goes out of date when a
+    backward adds to the gradient or user code gets hold of it.
+    """
+
+    def __init__(self, backend: Backend, units: Sequence[Unit], policy: UpdatePolicy) -> None:
+        self.backend = backend
+        self.units = list(units)
+        self.policy = policy
+        self._outdated: set[int] = set()
+
+    def outdate(self, record: ParamRecord) -> None:
+        """The device gradient of ``record`` is no longer what the host copy holds."""
+        self._outdated.add(id(record))
+
+    def before_backward(self) -> None:
+        """Autograd is about to add to device gradients: recorded clips must be in them."""
+        for unit in self.units:
+            for record in unit.trainable:
+                self.apply_coefficient(record)
+
+    def accumulated(self, record: ParamRecord) -> None:
+        """Post-accumulate hook of an edge parameter."""
+        gradient = device_gradient(record)
+        if gradient is not None and gradient.layout is not torch.strided:
+            raise UnsupportedError(
+                f"{record.name} received a sparse gradient.", remedy="build the embedding with sparse=False"
+            )
+        self.outdate(record)
+
+    def after_backward(self, *, is_last: bool) -> None:
+        """Start copying new gradients to the host when a ``step()`` should follow."""
+        if is_last:
+            for unit in self.units:
+                self.copy_gradient(unit, is_last=True)
+
+    def copy_gradient(self, unit: Unit, *, is_last: bool) -> None:
+        """Bring the host copy of the unit's gradient up to date (nothing if it is)."""
+        records = [record for record in unit.trainable if device_gradient(record) is not None]
+        if not any(id(record) in self._outdated for record in records):
+            return
+        self._outdated.difference_update(id(record) for record in records)
+        buffer = self.policy.target_buffer(unit)
+        pairs = [
+            (record.gradient_view(buffer.slab.flat), plain(gradient))
+            for record in records
+            if (gradient := device_gradient(record)) is not None
+        ]
+
+        def run() -> None:
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+
+        buffer.filled = self.backend.d2h.submit(
+            f"gradient of {unit.name} to the host",
+            run,
+            after={
+                "d2h after compute": self.backend.mark(f"gradient of {unit.name}"),
+                "d2h after gradient buffer drained": buffer.drained,
+                "d2h after norm": unit.measured if buffer is unit.gradient else None,
+                "d2h after update": unit.updated if buffer is unit.gradient else None,
+            },
+            writes=(buffer.slab,),
+            keep=pairs,
+        )
+        for record in records:
+            record.has_gradient, record.square_sum = True, None
+        self.policy.replace_gradient(unit, buffer)
+        self.policy.measure(unit)
+        self.policy.arrive(unit, is_last=is_last)
+        self.consumed(unit)
+
+    def consumed(self, unit: Unit) -> None:
+        """Under ``immediate`` the gradient is spent: as for sliding units, ``grad`` is None afterwards."""
+        if unit.gradient is None:
+            for record in unit.trainable:
+                set_device_gradient(record, None)
+            self.send_weights(unit)
+
+    def apply_coefficient(self, record: ParamRecord) -> None:
+        """Turn a recorded clip into a clipped device gradient."""
+        gradient = device_gradient(record)
+        if record.coefficient == ONE or gradient is None:
+            return
+        with torch.no_grad():
+            plain(gradient).mul_(torch.tensor(record.coefficient, device=gradient.device))
+        record.coefficient = ONE
+        self.outdate(record)
+
+    def send_weights(self, unit: Unit) -> None:
+        """Copy updated working weights into the resident parameters, behind the update and all compute so far."""
+        pairs = [
+            (plain(record.parameter), record.weight_view(unit.weights.flat)) for record in unit.trainable
+        ]
+
+        def run() -> None:
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+
+        unit.sent = unit.refreshed = self.backend.h2d.submit(
+            f"weights of {unit.name} to the device",
+            run,
+            after={
+                "h2d after weights updated": unit.updated,
+                "h2d after compute released weights": self.backend.mark(f"compute with {unit.name}"),
+            },
+            reads=(unit.weights,),
+            keep=pairs,
+        )
+
+
+def device_gradient(record: ParamRecord) -> torch.Tensor | None:
+    """The gradient that autograd holds for a parameter."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return record.parameter.grad
+
+
+def set_device_gradient(record: ParamRecord, value: torch.Tensor | None) -> None:
+    """Set the gradient that autograd holds for a parameter."""
+    with torch._C.DisableTorchFunctionSubclass():
+        record.parameter.grad = value

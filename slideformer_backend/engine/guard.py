@@ -1,0 +1,185 @@
+"""The barrier: parameters and gradients outside the window are real tensors that settle when anybody looks.
+
+The class of such a tensor is a generated subclass of its own class whose ``__torch_function__`` asks the tensor's
+access record before any operation and tells it afterwards whether memory was written or handed out (DESIGN 3.4).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+_METADATA_PROPERTIES = (
+    "shape dtype device layout ndim requires_grad is_leaf grad_fn names is_cuda is_cpu is_sparse is_quantized is_meta"
+    " is_nested itemsize nbytes output_nr retains_grad _version _backward_hooks"
+).split()
+_METADATA_METHODS = (
+    "size dim numel nelement stride element_size is_floating_point is_complex is_contiguous get_device is_pinned"
+    " register_hook register_post_accumulate_grad_hook requires_grad_ __len__ __hash__"
+).split()
+_METADATA = frozenset(
+    [getattr(torch.Tensor, name).__get__ for name in _METADATA_PROPERTIES if hasattr(torch.Tensor, name)]
+    + [getattr(torch.Tensor, name) for name in _METADATA_METHODS]
+    + [torch.Tensor.requires_grad.__set__, torch.Tensor._backward_hooks.__set__]
+    + [torch.is_floating_point, torch.is_complex, torch.numel]
+)
+_GRAD_GET = torch.Tensor.grad.__get__
+_GRAD_SET = torch.Tensor.grad.__set__
+_GRAD_DELETE = torch.Tensor.grad.__delete__
+_DATA_SET = torch.Tensor.data.__set__
+_HANDS_OUT = frozenset(
+    {"data_ptr", "untyped_storage", "storage", "_typed_storage", "numpy", "__array__", "__dlpack__", "share_memory_"}
+)
+_IN_PLACE = frozenset({"__setitem__", "__set__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"})
+
+
+class Access(Protocol):
+    """What guards one tensor."""
+
+    def before(self, writes: bool) -> None:
+        """Called before an operation; ``writes``: it works in place."""
+
+    def after(self, aliased: bool) -> None:
+        """Called after an operation that wrote the tensor's memory or handed out an alias of it (``aliased``)."""
+
+    def get_grad(self) -> torch.Tensor | None:
+        """The tensor's ``grad``."""
+
+    def set_grad(self, value: torch.Tensor | None) -> None:
+        """Assignment to the tensor's ``grad``."""
+
+    def set_data(self, value: torch.Tensor) -> None:
+        """Assignment to the tensor's ``data``."""
+
+
+# tensor -> its access record. Weak, keyed by identity: a tensor's `==` is elementwise.
+_ACCESS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def guard(tensor: torch.Tensor, access: Access) -> None:
+    """Let ``access`` guard ``tensor`` whenever its class is a guarded class."""
+    _ACCESS[tensor] = access
+
+
+def unguard(tensor: torch.Tensor) -> None:
+    """Forget the access record of ``tensor``."""
+    _ACCESS.pop(tensor, None)
+
+
+def access_of(tensor: torch.Tensor) -> Access | None:
+    """The access record of ``tensor``, None for a tensor that is not ours."""
+    found: Access | None = _ACCESS.get(tensor)
+    return found
+
+
+@functools.cache
+def guarded_class(own: type) -> type:
+    """The guarded subclass of ``own``; it carries the name of ``own``, so that messages and repr stay the user's."""
+    members = {
+        "__torch_function__": classmethod(_torch_function),
+        "__deepcopy__": _deepcopy,
+        "__reduce_ex__": _reduce_ex,
+        "__module__": own.__module__,
+        "__qualname__": own.__qualname__,
+        "__slots__": (),
+        "_slideformer_own_class": own,
+    }
+    made: type = type(own)(own.__name__, (own,), members)
+    return made
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor that nothing guards: a detached alias for the engine's own transfers."""
+    with torch._C.DisableTorchFunctionSubclass():
+        alias = tensor.detach()
+    alias.__class__ = torch.Tensor
+    return alias
+
+
+def plain_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """An independent copy of a guarded tensor, of its own class."""
+    with torch.no_grad():
+        copied = tensor.clone()
+    own = type(tensor)._slideformer_own_class  # type: ignore[attr-defined]  # set by guarded_class
+    if issubclass(own, torch.nn.Parameter):
+        copied = torch.nn.Parameter(copied, requires_grad=tensor.requires_grad)
+    copied.__class__ = own
+    return copied
+
+
+def _deepcopy(self: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+    if id(self) not in memo:
+        memo[id(self)] = plain_copy(self)
+    copied: torch.Tensor = memo[id(self)]
+    return copied
+
+
+def _reduce_ex(self: torch.Tensor, protocol: int) -> Any:
+    return plain_copy(self).__reduce_ex__(protocol)
+
+
+def _torch_function(
+    cls: type, func: Callable[..., Any], types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
+) -> Any:
+    kwargs = kwargs or {}
+    if func in _METADATA:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    special = _property_access(func, args)
+    if special is not None:
+        return special()
+    guarded = [(tensor, access) for tensor in _tensors((args, kwargs)) if (access := access_of(tensor)) is not None]
+    name = getattr(func, "__name__", "")
+    writes = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE or "out" in kwargs
+    for _, access in guarded:
+        access.before(writes)
+    with torch._C.DisableTorchFunctionSubclass():
+        result = func(*args, **kwargs)
+    for tensor, access in guarded:
+        aliased = name in _HANDS_OUT or _shares_memory(result, tensor)
+        if writes or aliased:
+            access.after(aliased)
+    return result
+
+
+def _property_access(func: Callable[..., Any], args: Sequence[Any]) -> Callable[[], Any] | None:
+    if func not in (_GRAD_GET, _GRAD_SET, _GRAD_DELETE, _DATA_SET):
+        return None
+    access = access_of(args[0])
+    if access is None:
+        return None
+    if func is _GRAD_GET or func == _GRAD_GET:
+        return access.get_grad
+    if func == _GRAD_SET:
+        return functools.partial(access.set_grad, args[1])
+    if func == _DATA_SET:
+        return functools.partial(access.set_data, args[1])
+    return functools.partial(access.set_grad, None)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+
+
+def _shares_memory(result: Any, tensor: torch.Tensor) -> bool:
+    with torch._C.DisableTorchFunctionSubclass():
+        address = tensor.untyped_storage().data_ptr()
+        return any(
+            found is not tensor
+            and found.layout is torch.strided
+            and not found.requires_grad
+            and found.device == tensor.device
+            and found.untyped_storage().data_ptr() == address
+            for found in _tensors(result)
+        )

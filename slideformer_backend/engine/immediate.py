@@ -1,0 +1,137 @@
+"""``update: immediate``: the paper's mode. Weights change while the backward still runs (DESIGN 4.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..errors import UnsupportedError
+from .arithmetic import Update
+from .policy import UpdatePolicy
+from .unit import ONE, Entry, ParamRecord, Unit, Weights
+
+
+class Immediate(UpdatePolicy):
+    """Updates in place as gradients arrive; least host memory.
+
+    ``applied`` holds the parameters whose update has been applied and whose ``step()`` has not been called.
+    """
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*arguments)  # type: ignore[arg-type]  # the base's own four parameters
+        self.applied: set[int] = set()
+        self.applied_steps = 0
+        self._before: dict[int, np.ndarray] = {}
+
+    def arrive(self, unit: Unit, *, is_last: bool) -> None:
+        self.absorb(unit)
+        if not is_last:
+            return
+        records, entries = [], []
+        for record in unit.with_gradient:
+            if record.binding is not None and record.binding.rule is not None and record.group is not None:
+                records.append(record)
+                entries.append(record.binding.entry(record, ONE))
+        self._apply(unit, records, entries)
+        self.applied.update(id(record) for record in records)
+
+    def step(self, records: Sequence[ParamRecord], entries: Sequence[Entry]) -> None:
+        by_unit: dict[Unit, tuple[list[ParamRecord], list[Entry]]] = {}
+        for record, entry in zip(records, entries, strict=True):
+            batch = by_unit.setdefault(record.unit, ([], []))
+            batch[0].append(record)
+            batch[1].append(entry)
+        for unit in sorted(by_unit, key=lambda unit: unit.index):
+            self.absorb(unit)
+            self._apply(unit, *by_unit[unit])
+
+    def confirm(self, records: Sequence[ParamRecord]) -> None:
+        """``step()`` was called for these parameters."""
+        had = len(self.applied)
+        self.applied.difference_update(id(record) for record in records)
+        self.applied_steps += had > len(self.applied)
+
+    def check_backward(self) -> None:
+        """Before a backward changes anything: raises UnsupportedError when the last update was not confirmed."""
+        if self.applied:
+            raise UnsupportedError(
+                "update: immediate has already applied the gradients of the previous backward, and optimizer.step() was"
+                " not called before this one.",
+                remedy="accumulate through accelerator.accumulate(), or set update: exact, which needs no such care",
+            )
+
+    def commit(self, unit: Unit) -> None:
+        """Nothing is ever uncommitted."""
+
+    def refresh(self, unit: Unit) -> None:
+        """Working weights are never stale."""
+
+    def void(self, unit: Unit) -> None:
+        """Nothing is computed ahead."""
+
+    def remember(self, record: ParamRecord) -> None:
+        if "low" in record.unit.states and id(record) not in self._before:
+            self._before[id(record)] = record.weight_array().copy()
+
+    def absorb(self, unit: Unit) -> None:
+        """A write resets the low half of a split master, exactly where it changed the weight (DESIGN 5)."""
+        records = [record for record in unit.exposed if id(record) in self._before]
+        if "low" not in unit.states:
+            super().absorb(unit)
+            return
+        for record in unit.exposed:
+            record.is_exposed = False
+        if not records:
+            return
+        before = [self._before.pop(id(record)) for record in records]
+        after = self.before_weights(unit)
+        if unit.is_edge:
+            after["reconcile after weights pulled"] = self.pull(unit)
+        self.operate(
+            unit,
+            f"user's writes to {unit.name}",
+            lambda: self.arithmetic.reconcile_split(records, before),
+            after=after,
+            reads=(unit.weights,),
+            writes=(unit.states["low"],),
+        )
+
+    def adopt(self, unit: Unit) -> None:
+        records = [record for record in unit.trainable if record.weight_kind != "fp32" or record.shows_master]
+        unit.content += 1
+        unit.steps += 1
+        if records and "master" in unit.states:
+            self.operate(
+                unit,
+                f"weights of {unit.name}",
+                lambda: self.arithmetic.restore(records),
+                after=self.before_weights(unit),
+                reads=tuple(unit.states.values()),
+                writes=(unit.weights,),
+            )
+
+    def _apply(self, unit: Unit, records: Sequence[ParamRecord], entries: Sequence[Entry]) -> None:
+        buffer = unit.gradient
+        if not records or buffer is None:
+            return
+        if any(record.square_sum is None for record in records):
+            self.measure(unit)
+        updates = [Update(record, entry, buffer.slab) for record, entry in zip(records, entries, strict=True)]
+        self.operate(
+            unit,
+            f"update of {unit.name}",
+            lambda: self.arithmetic.update(updates),
+            after={"update after gradient filled": buffer.filled, **self.before_weights(unit)},
+            reads=(buffer.slab,),
+            writes=(unit.weights, *unit.states.values()),
+        )
+        for record in records:
+            record.steps += 1
+            record.has_gradient = False
+        unit.content += 1
+        unit.steps += 1
+        unit.weights_are = Weights.CURRENT
+        if not unit.with_gradient:
+            unit.gradient = None
+            self.recycle(unit, buffer)

@@ -1,0 +1,264 @@
+"""What both update policies share: gradient buffers, host operations of a unit, and what user code touches.
+
+All decisions are made synchronously, on the thread that trains; the lanes only execute them, in submission order. One
+update lane owns masters, moments and host working weights, so their order needs no further waits.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from ..storage import HostMemory, Tracked
+from ..transfer import Backend, GradientBuffer, GradientPool, Ticket
+from .arithmetic import Arithmetic
+from .guard import plain
+from .unit import ONE, Entry, ParamRecord, Unit, Weights
+from .window import Window
+
+
+class UpdatePolicy(abc.ABC):
+    """When and how arrived gradients become weights.
+
+    Args:
+        backend: lanes of the engine.
+        window: tells the size class of a unit's gradient.
+        memory: host allocator.
+        arithmetic: the kernels.
+    """
+
+    SPARE_BUFFERS = 2
+
+    def __init__(self, backend: Backend, window: Window, memory: HostMemory, arithmetic: Arithmetic) -> None:
+        self.backend = backend
+        self.window = window
+        self.memory = memory
+        self.arithmetic = arithmetic
+        self.repairs = 0
+        """Speculative weights that had to be computed again, in units."""
+        self._pools: dict[int, GradientPool] = {}
+
+    @abc.abstractmethod
+    def arrive(self, unit: Unit, *, is_last: bool) -> None:
+        """The gradient of ``unit`` is on its way into ``unit.gradient``; ``is_last``: a ``step()`` should follow."""
+
+    @abc.abstractmethod
+    def step(self, records: Sequence[ParamRecord], entries: Sequence[Entry]) -> None:
+        """``step()``: these updates apply to the gradients as they are."""
+
+    @abc.abstractmethod
+    def commit(self, unit: Unit) -> None:
+        """Bring masters and moments up to the last ``step()``."""
+
+    @abc.abstractmethod
+    def refresh(self, unit: Unit) -> None:
+        """Make the host working weights those after the last ``step()``."""
+
+    @abc.abstractmethod
+    def void(self, unit: Unit) -> None:
+        """The gradient changed: what was computed ahead from it no longer counts."""
+
+    @abc.abstractmethod
+    def adopt(self, unit: Unit) -> None:
+        """Masters of ``unit`` were stepped by an optimizer that ran as itself: the working weights follow them."""
+
+    # -- gradient buffers ------------------------------------------------------------------------------------------
+
+    def target_buffer(self, unit: Unit) -> GradientBuffer:
+        """The buffer that the unit's next gradient goes to: its own, unless the log still needs that one's content."""
+        if unit.gradient is not None and unit.gradient is unit.logged and unit.gradient.is_held():
+            self.commit(unit)  # user code looks at this very memory: autograd adds to it in place
+        if unit.gradient is not None and unit.gradient is not unit.logged:
+            return unit.gradient
+        return self._pool(unit).take(spare=self.SPARE_BUFFERS)
+
+    def replace_gradient(self, unit: Unit, buffer: GradientBuffer) -> None:
+        """``buffer`` now holds the visible gradient of ``unit``."""
+        previous, unit.gradient = unit.gradient, buffer
+        if previous is not None and previous is not buffer and previous is not unit.logged:
+            self.recycle(unit, previous)
+
+    def recycle(self, unit: Unit, buffer: GradientBuffer) -> None:
+        """Give a buffer back once everything submitted so far has read it."""
+        monitor = self.backend.monitor
+        spoils = monitor is not None and monitor.poison and not buffer.is_held()
+        slab = buffer.slab
+
+        def release() -> None:
+            if spoils and monitor is not None:
+                monitor.spoil(slab)
+
+        ticket = self.backend.update.submit(
+            f"release of a gradient buffer of {unit.name}",
+            release,
+            after={"release after norm": unit.measured, "release after gradient filled": buffer.filled,
+                   "release after gradient sent": buffer.sent},
+            writes=(slab,) if spoils else (),
+        )
+        self._pool(unit).give(buffer, ticket)
+
+    def forget(self, record: ParamRecord) -> None:
+        """``grad = None``: the visible gradient of one parameter goes; a logged step keeps its own reference."""
+        if not record.has_gradient:
+            return
+        unit = record.unit
+        if record.predicted is not None:
+            self.void(unit)
+        record.has_gradient = False
+        record.coefficient = ONE
+        record.square_sum = None
+        if not unit.with_gradient and unit.gradient is not None:
+            buffer, unit.gradient = unit.gradient, None
+            if buffer is not unit.logged:
+                self.recycle(unit, buffer)
+
+    # -- norms and clips -------------------------------------------------------------------------------------------
+
+    def measure(self, unit: Unit) -> None:
+        """Start computing the sum of squares of each gradient of ``unit`` (once per content)."""
+        buffer = unit.gradient
+        is_aliased = buffer is not None and buffer.is_aliased
+        records = [record for record in unit.with_gradient if record.square_sum is None or is_aliased]
+        if not records or buffer is None:
+            return
+
+        def run() -> None:
+            for record, total in zip(records, self.arithmetic.square_sums(records, buffer.slab), strict=True):
+                record.square_sum = total
+
+        unit.measured = self.backend.norms.submit(
+            f"norm of {unit.name}",
+            run,
+            after={"norm after gradient filled": buffer.filled, "norm after gradient scaled": unit.updated},
+            reads=(buffer.slab,),
+        )
+
+    def apply_coefficients(self, unit: Unit) -> None:
+        """Turn recorded clips of ``unit`` into clipped gradients, as torch's in-place clip leaves them."""
+        records = [record for record in unit.with_gradient if record.coefficient != ONE]
+        buffer = unit.gradient
+        if not records or buffer is None:
+            return
+        if buffer is unit.logged:
+            self.commit(unit)
+        self.void(unit)
+        coefficients = [record.coefficient for record in records]
+        self.operate(
+            unit,
+            f"clip of {unit.name}",
+            lambda: self.arithmetic.scale(records, coefficients, buffer.slab),
+            after={"clip after gradient filled": buffer.filled, "clip after norm": unit.measured},
+            writes=(buffer.slab,),
+        )
+        for record in records:
+            record.coefficient = ONE
+            record.square_sum = None
+
+    def writable_gradient(self, record: ParamRecord) -> torch.Tensor:
+        """Host memory for a gradient that user code assigns to ``record``; idle, in the parameter's shape."""
+        unit = record.unit
+        if unit.gradient is not None and unit.gradient is unit.logged:
+            self.commit(unit)
+        self.apply_coefficients(unit)
+        self.void(unit)
+        buffer = unit.gradient or self.target_buffer(unit)
+        unit.gradient = buffer
+        record.has_gradient, record.coefficient, record.square_sum = True, ONE, None
+        for ticket in (buffer.drained, buffer.filled, buffer.sent, unit.updated, unit.measured):
+            self.backend.synchronize("host waits for gradient", ticket)
+        self.backend.touch_host(f"user's gradient of {record.name}", writes=(buffer.slab,))
+        return record.gradient_view(buffer.slab.flat)
+
+    # -- user code -------------------------------------------------------------------------------------------------
+
+    def remember(self, record: ParamRecord) -> None:
+        """User code is about to write ``record``, or to get hold of its memory; it is idle now."""
+
+    def expose(self, record: ParamRecord) -> None:
+        """User code wrote ``record``, or got hold of its memory."""
+        record.is_exposed = True
+
+    def check_backward(self) -> None:
+        """Called before a backward changes anything."""
+
+    def absorb(self, unit: Unit) -> None:
+        """Take over what user code may have written into parameters of ``unit`` since their last use."""
+        records = unit.exposed
+        if not records:
+            return
+        for record in records:
+            record.is_exposed = False
+        trainable = [record for record in records if "master" in unit.states and record.spec.is_trainable]
+        if not trainable:
+            return
+        self.commit(unit)
+        after = self.before_weights(unit)
+        if unit.is_edge:
+            after["reconcile after weights pulled"] = self.pull(unit)
+        self.operate(
+            unit,
+            f"user's writes to {unit.name}",
+            lambda: self.arithmetic.reconcile(trainable),
+            after=after,
+            writes=(unit.weights, *unit.states.values()),
+        )
+
+    def pull(self, unit: Unit) -> Ticket:
+        """Bring the resident parameters of an edge unit to its host working weights."""
+        pairs = [
+            (record.weight_view(unit.weights.flat), plain(record.parameter).detach()) for record in unit.records
+        ]
+
+        def run() -> None:
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+
+        unit.pulled = self.backend.d2h.submit(
+            f"weights of {unit.name} to the host",
+            run,
+            after={
+                "pull after compute": self.backend.mark("user's writes"),
+                "pull after update": unit.updated,
+                "pull after weights sent": unit.sent,
+            },
+            writes=(unit.weights,),
+            keep=pairs,
+        )
+        return unit.pulled
+
+    def settle(self, unit: Unit) -> None:
+        """Host weights, masters and moments of ``unit`` are final and idle when this returns."""
+        self.absorb(unit)
+        self.commit(unit)
+        if unit.weights_are is not Weights.CURRENT:
+            self.refresh(unit)
+        self.backend.synchronize("host waits for update", unit.updated)
+        self.backend.synchronize("host waits for weights sent", unit.sent)
+
+    # -- lane ------------------------------------------------------------------------------------------------------
+
+    def operate(
+        self,
+        unit: Unit,
+        name: str,
+        run: Callable[[], None],
+        *,
+        after: Mapping[str, Ticket | None],
+        reads: Sequence[Tracked] = (),
+        writes: Sequence[Tracked] = (),
+    ) -> None:
+        """Queue host arithmetic of ``unit`` on the update lane."""
+        unit.updated = self.backend.update.submit(name, run, after=after, reads=reads, writes=writes)
+
+    @staticmethod
+    def before_weights(unit: Unit) -> dict[str, Ticket | None]:
+        """Waits of an operation that writes the host working weights."""
+        return {"update after weights sent": unit.sent}
+
+    def _pool(self, unit: Unit) -> GradientPool:
+        size = self.window.gradient_class(unit)
+        if size not in self._pools:
+            self._pools[size] = GradientPool(self.memory, str(size), size)
+        return self._pools[size]

@@ -1,0 +1,173 @@
+"""``update: exact``: predict the update, verify it at ``step()``, never corrupt (DESIGN 4.1, 4.2).
+
+Host state of a unit is (p, m, v) as of the last committed step, plus a gradient buffer with one log entry per parameter
+whose step has been taken and not committed. Working weights are derived from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..storage import Slab
+from ..transfer import GradientBuffer
+from .arithmetic import Update
+from .policy import UpdatePolicy
+from .unit import ONE, Entry, ParamRecord, Unit, Weights
+
+
+class RedoLog(UpdatePolicy):
+    """Exact updates that overlap backward.
+
+    ``is_clipping``: the last step was clipped, so the next one probably is; speculation would be wasted.
+    """
+
+    is_clipping = False
+
+    def arrive(self, unit: Unit, *, is_last: bool) -> None:
+        self.absorb(unit)
+        buffer = unit.gradient
+        if buffer is None:
+            return
+        self.void(unit)
+        if unit.weights_are is Weights.STALE:
+            self.refresh(unit)
+        predicted = self._predict(unit, buffer) if is_last and not self.is_clipping else []
+        logged_buffer = unit.logged
+        logged = self._take_log(unit)
+        if predicted:
+            unit.weights_are = Weights.SPECULATIVE
+            self.operate(
+                unit,
+                f"advance of {unit.name}",
+                lambda: self.arithmetic.advance(logged, predicted),
+                after={
+                    "advance after gradient filled": buffer.filled,
+                    "advance after logged gradient filled": logged_buffer.filled if logged_buffer else None,
+                    **self.before_weights(unit),
+                },
+                reads=_slabs(buffer, logged_buffer),
+                writes=(unit.weights, *unit.states.values()),
+            )
+        elif logged and logged_buffer is not None:
+            self._submit_commit(unit, logged, logged_buffer)
+        if logged_buffer is not None and logged_buffer is not buffer:
+            self.recycle(unit, logged_buffer)
+
+    def step(self, records: Sequence[ParamRecord], entries: Sequence[Entry]) -> None:
+        by_unit: dict[Unit, list[tuple[ParamRecord, Entry]]] = {}
+        for record, entry in zip(records, entries, strict=True):
+            by_unit.setdefault(record.unit, []).append((record, entry))
+        for unit, items in by_unit.items():
+            self._log(unit, items)
+        for unit in sorted(by_unit, key=lambda unit: unit.index):
+            if unit.weights_are is Weights.STALE:
+                self.refresh(unit)
+            if unit.logged is not None and unit.logged.is_aliased:
+                self.commit(unit)  # user code may write the logged memory at any time from now on
+                self.backend.synchronize("host waits for update", unit.updated)
+
+    def commit(self, unit: Unit) -> None:
+        buffer = unit.logged
+        logged = self._take_log(unit)
+        if logged and buffer is not None:
+            self._submit_commit(unit, logged, buffer)
+        if buffer is not None and buffer is not unit.gradient:
+            self.recycle(unit, buffer)
+
+    def refresh(self, unit: Unit) -> None:
+        peeks = self._logged_updates(unit)
+        ahead = {id(update.record) for update in peeks}
+        rest = [record for record in unit.trainable if id(record) not in ahead]
+        for record in unit.records:
+            record.predicted = None
+        unit.weights_are = Weights.CURRENT
+        if "master" not in unit.states:
+            return
+
+        def run() -> None:
+            self.arithmetic.peek(peeks)
+            self.arithmetic.restore(rest)
+
+        after = self.before_weights(unit)
+        if unit.logged is not None:
+            after["peek after gradient filled"] = unit.logged.filled
+        self.operate(
+            unit,
+            f"peek of {unit.name}",
+            run,
+            after=after,
+            reads=(*unit.states.values(), *_slabs(unit.logged)),
+            writes=(unit.weights,),
+        )
+
+    def void(self, unit: Unit) -> None:
+        if unit.weights_are is Weights.SPECULATIVE:
+            for record in unit.records:
+                record.predicted = None
+            unit.weights_are = Weights.STALE
+
+    def adopt(self, unit: Unit) -> None:
+        self.void(unit)
+        unit.weights_are = Weights.STALE
+        unit.content += 1
+        unit.steps += 1
+        self.refresh(unit)
+
+    def _log(self, unit: Unit, items: Sequence[tuple[ParamRecord, Entry]]) -> None:
+        self.absorb(unit)
+        again = any(record.entry is not None for record, _ in items)
+        if again or (unit.logged is not None and unit.logged is not unit.gradient):
+            self.commit(unit)
+        is_right = unit.weights_are is Weights.SPECULATIVE
+        for record, entry in items:
+            is_right = is_right and record.predicted == entry
+            record.entry, record.predicted = entry, None
+            record.steps += 1
+        unit.logged = unit.gradient
+        unit.content += 1
+        unit.steps += 1
+        if not is_right:
+            self.repairs += unit.weights_are is Weights.SPECULATIVE
+            self.void(unit)
+            unit.weights_are = Weights.STALE
+        elif all(record.predicted is None for record in unit.records):
+            unit.weights_are = Weights.CURRENT
+
+    @staticmethod
+    def _predict(unit: Unit, buffer: GradientBuffer) -> list[Update]:
+        updates = []
+        for record in unit.with_gradient:
+            binding, group = record.binding, record.group
+            if binding is None or binding.rule is None or group is None:
+                continue
+            record.predicted = binding.entry(record, ONE)
+            updates.append(Update(record, record.predicted, buffer.slab))
+        return updates
+
+    def _take_log(self, unit: Unit) -> list[Update]:
+        updates = self._logged_updates(unit)
+        for update in updates:
+            update.record.entry = None
+        unit.logged = None
+        return updates
+
+    @staticmethod
+    def _logged_updates(unit: Unit) -> list[Update]:
+        if unit.logged is None:
+            return []
+        slab = unit.logged.slab
+        return [Update(record, record.entry, slab) for record in unit.records if record.entry is not None]
+
+    def _submit_commit(self, unit: Unit, logged: Sequence[Update], buffer: GradientBuffer) -> None:
+        self.operate(
+            unit,
+            f"commit of {unit.name}",
+            lambda: self.arithmetic.commit(logged),
+            after={"commit after gradient filled": buffer.filled},
+            reads=(buffer.slab,),
+            writes=tuple(unit.states.values()),
+        )
+
+
+def _slabs(*buffers: GradientBuffer | None) -> tuple[Slab, ...]:
+    return tuple(buffer.slab for buffer in buffers if buffer is not None)

@@ -1,0 +1,59 @@
+"""What an engine can tell about itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineReport:
+    """A snapshot of memory, waits and counters.
+
+    Attributes:
+        parameters: managed parameters, in elements.
+        units: sliding units.
+        gpu_peak_bytes: peak of the device allocator (0 on a CPU-only machine).
+        slot_bytes: device memory of all slots.
+        host_bytes: host memory of all slabs, ``pinned_bytes`` of them pinned.
+        host_bytes_per_parameter: the same per managed parameter.
+        waits: seconds the training threads were blocked, by what they waited for.
+        repairs: speculative updates that had to be computed again, in units.
+        skipped: steps dropped because of non-finite gradients.
+    """
+
+    parameters: int
+    units: int
+    gpu_peak_bytes: int
+    slot_bytes: int
+    host_bytes: int
+    pinned_bytes: int
+    repairs: int
+    skipped: int
+    waits: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def host_bytes_per_parameter(self) -> float:
+        """Host bytes of all slabs per managed parameter."""
+        return self.host_bytes / max(1, self.parameters)
+
+
+def make_report(engine: Engine) -> EngineReport:
+    """The report of ``engine`` as of now."""
+    is_cuda = engine.device.type == "cuda"
+    return EngineReport(
+        parameters=sum(record.numel for unit in engine.units for record in unit.records),
+        units=len(engine.sliding),
+        gpu_peak_bytes=torch.cuda.max_memory_allocated(engine.device) if is_cuda else 0,
+        slot_bytes=engine.window.device_bytes,
+        host_bytes=engine.memory.allocated,
+        pinned_bytes=engine.memory.pinned,
+        repairs=engine.policy.repairs,
+        skipped=engine.skipped,
+        waits=dict(engine.backend.waited),
+    )

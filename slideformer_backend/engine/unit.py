@@ -1,0 +1,189 @@
+"""The unit record: the one place that holds all facts of a unit, and of each of its parameters."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..optim.rules import Rule
+from ..plan import UnitLayout
+from ..plan.layout import ParamSpec, Place
+from ..storage import Slab, numpy_view
+from ..transfer import GradientBuffer, Ticket
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from .binding import Binding
+    from .backward import Visit
+    from .window import GradientSlot, WeightSlot
+
+ONE = np.float32(1.0)
+KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+class Where(Enum):
+    """Where a unit's parameters are."""
+
+    HOST = auto()
+    """Outside the window: each parameter is its guarded host tensor; user code may look at it at any time."""
+    FORWARD = auto()
+    """Leased to a running forward (or recompute): parameters are views of a weight slot."""
+    BACKWARD = auto()
+    """Between the recompute and the last weight gradient: parameters in a weight slot, gradients in a gradient slot."""
+    RESIDENT = auto()
+    """An edge unit: parameters are on the device for good, guarded."""
+
+
+class Weights(Enum):
+    """What the host working weights of a unit hold."""
+
+    CURRENT = auto()
+    """The weights after every ``step()`` so far."""
+    SPECULATIVE = auto()
+    """The weights after the predicted next ``step()``, which has not been called (DESIGN 4.1)."""
+    STALE = auto()
+    """To be recomputed from (p, m, v, logged gradient) before their next use."""
+
+
+class Entry(NamedTuple):
+    """A redo-log entry: one update of one parameter. Two equal entries update to the same bits."""
+
+    rule: Rule
+    states: tuple[str, ...]
+    scalars: tuple[np.float32, ...]
+    coefficient: np.float32
+
+
+@dataclass(eq=False, slots=True)
+class ParamRecord:
+    """One parameter of a unit.
+
+    ``entry`` is the logged, uncommitted update; ``predicted`` the update that the working weights already contain and
+    ``step()`` has not confirmed. ``coefficient`` is a clip that was recorded and not yet applied to the gradient.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    unit: Unit
+    spec: ParamSpec
+    place: Place
+    host: torch.Tensor
+    own_class: type
+    guarded_class: type
+    has_gradient: bool = False
+    coefficient: np.float32 = ONE
+    square_sum: float | None = None
+    steps: int = 0
+    binding: Binding | None = None
+    group: dict[str, object] | None = None
+    entry: Entry | None = None
+    predicted: Entry | None = None
+    is_exposed: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.spec.shape.numel()
+
+    @property
+    def gradient_kind(self) -> str:
+        """The kernels' name of the gradient's dtype."""
+        return KINDS[self.spec.dtype]
+
+    @property
+    def weight_kind(self) -> str:
+        """The kernels' name of the working dtype."""
+        return KINDS[self.spec.working]
+
+    @property
+    def shows_master(self) -> bool:
+        """Whether the tensor shown outside the window is the fp32 master and not the working weight."""
+        return self.spec.working != self.spec.dtype
+
+    def weight_array(self) -> NDArray[np.generic]:
+        """The host working weights, flat."""
+        return numpy_view(self.unit.weights.view(self.spec.working, self.place.weight, self.numel))
+
+    def state_array(self, name: str) -> NDArray[np.float32]:
+        """One fp32 state array (``master`` included), flat."""
+        return numpy_view(self.unit.states[name].view(torch.float32, self.place.state * 4, self.numel))
+
+    def state_arrays(self, names: tuple[str, ...]) -> tuple[NDArray[np.float32], ...]:
+        """Several state arrays, flat."""
+        return tuple(self.state_array(name) for name in names)
+
+    def gradient_view(self, flat: torch.Tensor) -> torch.Tensor:
+        """This parameter's part of a flat gradient buffer or slot, in the parameter's shape and dtype."""
+        start, dtype = self.place.gradient, self.spec.dtype
+        return flat[start : start + self.numel * dtype.itemsize].view(dtype).view(self.spec.shape)
+
+    def weight_view(self, flat: torch.Tensor) -> torch.Tensor:
+        """This parameter's part of a flat weight slab or slot, in the parameter's shape and working dtype."""
+        start, dtype = self.place.weight, self.spec.working
+        return flat[start : start + self.numel * dtype.itemsize].view(dtype).view(self.spec.shape)
+
+
+@dataclass(eq=False, slots=True)
+class Unit:
+    """What slides (a repeated block), or an edge unit that stays on the device.
+
+    Tickets: ``updated`` is the last operation that wrote host working weights or states, ``sent`` the last transfer
+    that read the host working weights, ``measured`` the last norm of the gradient, ``refreshed`` (edge units) the last
+    transfer into the resident parameters, ``pulled`` the last one that brought them to the host.
+    """
+
+    index: int
+    name: str
+    module: nn.Module | None
+    layout: UnitLayout
+    weights: Slab
+    where: Where
+    records: list[ParamRecord] = field(default_factory=list)
+    states: dict[str, Slab] = field(default_factory=dict)
+    weights_are: Weights = Weights.CURRENT
+    gradient: GradientBuffer | None = None
+    logged: GradientBuffer | None = None
+    weight_slot: WeightSlot | None = None
+    gradient_slot: GradientSlot | None = None
+    content: int = 0
+    """Counts changes of the working weights: a slot filled at another count is out of date."""
+    steps: int = 0
+    """Counts ``step()`` calls that changed this unit: a graph of another count is stale."""
+    leases: int = 0
+    opens: int = 0
+    arrived: set[int] = field(default_factory=set)
+    """``id`` of the records whose gradient was written in the open backward."""
+    visits: weakref.WeakSet[Visit] = field(default_factory=weakref.WeakSet)
+    """Forwards whose graph is alive."""
+    updated: Ticket | None = None
+    sent: Ticket | None = None
+    measured: Ticket | None = None
+    refreshed: Ticket | None = None
+    pulled: Ticket | None = None
+
+    @property
+    def is_edge(self) -> bool:
+        """Whether the unit stays on the device."""
+        return self.where is Where.RESIDENT
+
+    @property
+    def trainable(self) -> list[ParamRecord]:
+        """The parameters that own a gradient and states."""
+        return [record for record in self.records if record.spec.is_trainable]
+
+    @property
+    def with_gradient(self) -> list[ParamRecord]:
+        """The parameters whose ``grad`` is not None."""
+        return [record for record in self.records if record.has_gradient]
+
+    @property
+    def exposed(self) -> list[ParamRecord]:
+        """The parameters that user code may have written since their last use."""
+        return [record for record in self.records if record.is_exposed]

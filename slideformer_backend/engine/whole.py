@@ -1,0 +1,50 @@
+"""Optimizers without a fused rule run whole, as themselves, on fp32 master views (DESIGN 4.7)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from .edges import device_gradient
+from .unit import ParamRecord
+
+
+@contextlib.contextmanager
+def as_masters(records: Sequence[ParamRecord]) -> Iterator[None]:
+    """For the time of an optimizer's own step, parameters are their fp32 masters and gradients fp32 host tensors.
+
+    The host gradients must have arrived and everything must be committed. Afterwards the parameters show their own
+    memory again; the caller derives the working weights from the stepped masters.
+    """
+    kept: list[tuple[ParamRecord, torch.Tensor, torch.Tensor | None]] = []
+    try:
+        for record in records:
+            parameter = record.parameter
+            buffer = record.unit.gradient
+            if buffer is None:
+                continue
+            with torch._C.DisableTorchFunctionSubclass():
+                kept.append((record, parameter.data, device_gradient(record)))
+                parameter.grad = None
+            gradient = record.gradient_view(buffer.slab.flat)
+            parameter.__class__ = record.own_class
+            parameter.data = _master(record)
+            parameter.grad = gradient.float()
+        yield
+    finally:
+        for record, data, gradient in kept:
+            parameter = record.parameter
+            parameter.grad = None
+            parameter.data = data
+            parameter.grad = gradient
+            parameter.__class__ = record.guarded_class
+
+
+def _master(record: ParamRecord) -> torch.Tensor:
+    unit = record.unit
+    if "master" not in unit.states:
+        return record.weight_view(unit.weights.flat)
+    flat = unit.states["master"].view(torch.float32, record.place.state * 4, record.numel)
+    return flat.view(record.spec.shape)

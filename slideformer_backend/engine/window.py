@@ -1,0 +1,190 @@
+"""The window: device slots for weights and gradients, and the moves between host and device."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+import torch
+
+from ..errors import StateError
+from ..plan import size_classes
+from ..storage import Tracked
+from ..transfer import Backend, Ticket
+from .unit import Unit, Weights, Where
+
+
+class WeightSlot(Tracked):
+    """A flat device buffer for one unit's working weights.
+
+    ``loaded`` is the transfer that filled it; ``released`` marks the last compute that read it. Between two leases a
+    slot keeps its content: ``unit`` and ``content`` say whose, and of which update.
+    """
+
+    def __init__(self, name: str, flat: torch.Tensor) -> None:
+        super().__init__(name, flat)
+        self.unit: Unit | None = None
+        self.content = -1
+        self.loaded: Ticket | None = None
+        self.released: Ticket | None = None
+        self.is_leased = False
+        self.is_awaited = False
+        self.last_used = 0
+
+
+class GradientSlot(Tracked):
+    """A flat device buffer for one unit's gradient; ``drained`` is the transfer that took its last content away."""
+
+    def __init__(self, name: str, flat: torch.Tensor) -> None:
+        super().__init__(name, flat)
+        self.drained: Ticket | None = None
+
+
+class Window:
+    """Leases weight slots and gradient slots to units.
+
+    Args:
+        backend: lanes and device.
+        units: the sliding units.
+        depth: how many units are fetched ahead of the one that computes.
+    """
+
+    GRADIENT_SLOTS = 2
+    """One drains to the host while the next unit's gradients are written."""
+
+    def __init__(self, backend: Backend, units: Iterable[Unit], depth: int) -> None:
+        self.backend = backend
+        self.depth = depth
+        sliding = list(units)
+        self._weight_class = size_classes(unit.layout.weight_bytes for unit in sliding)
+        self._gradient_class = size_classes(unit.layout.gradient_bytes for unit in sliding if unit.layout.gradient_bytes)
+        self._weight_slots: dict[int, list[WeightSlot]] = {size: [] for size in set(self._weight_class.values())}
+        self._gradient_slots: dict[int, list[GradientSlot]] = {size: [] for size in set(self._gradient_class.values())}
+        self._turn = itertools.count(1)
+        for size, slots in self._weight_slots.items():
+            members = sum(self._weight_class[unit.layout.weight_bytes] == size for unit in sliding)
+            slots.extend(self._new_weight_slot(size) for _ in range(min(depth + 2, members)))
+        for size, free in self._gradient_slots.items():
+            free.extend(self._new_gradient_slot(size) for _ in range(self.GRADIENT_SLOTS))
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of all slots."""
+        slots = itertools.chain(*self._weight_slots.values(), *self._gradient_slots.values())
+        return sum(slot.flat.numel() for slot in slots)
+
+    def gradient_class(self, unit: Unit) -> int:
+        """Size in bytes of the buffers that hold this unit's gradient."""
+        return self._gradient_class[unit.layout.gradient_bytes]
+
+    def fetch(self, unit: Unit) -> None:
+        """Start bringing the working weights of ``unit`` to the device; does not block.
+
+        The host working weights must be current or about to be (``unit.updated``).
+        """
+        slot = unit.weight_slot
+        if slot is not None and slot.content == unit.content:
+            slot.is_awaited = not slot.is_leased
+            return
+        if unit.leases:
+            raise StateError(f"the weights of {unit.name} changed while it computes with them")
+        if unit.weights_are is not Weights.CURRENT:
+            raise StateError(f"fetch of {unit.name} while its working weights are {unit.weights_are.name}")
+        slot = slot or self._victim(unit)
+        self._evict(slot)
+        slot.unit, slot.content, slot.is_awaited, slot.last_used = unit, unit.content, True, next(self._turn)
+        unit.weight_slot = slot
+        size = unit.layout.weight_bytes
+        source, target = unit.weights.flat, slot.flat[:size]
+        slot.loaded = unit.sent = self.backend.h2d.submit(
+            f"weights of {unit.name} to the device",
+            lambda: target.copy_(source, non_blocking=True),
+            after={"h2d after slot released": slot.released, "h2d after weights updated": unit.updated},
+            reads=(unit.weights,),
+            writes=(slot,),
+        )
+
+    def lease(self, unit: Unit, where: Where, *, is_wide: bool = False) -> None:
+        """Put the unit's parameters into its slot; compute issued from now on finds the weights there.
+
+        ``is_wide``: outside autocast, parameters whose working dtype is narrower than the user's come from the master.
+        """
+        if unit.leases == 0:
+            self.fetch(unit)
+            slot = unit.weight_slot
+            if slot is None:
+                raise StateError(f"{unit.name} has no weight slot after its fetch")
+            slot.is_leased, slot.is_awaited = True, False
+            self.backend.order("compute after weights loaded", slot.loaded)
+            self.backend.touch(f"compute of {unit.name}", reads=(slot,))
+            for record in unit.records:
+                parameter = record.parameter
+                parameter.__class__ = record.own_class
+                if is_wide and record.shows_master:
+                    parameter.data = record.host.to(self.backend.device, copy=True)
+                else:
+                    parameter.data = record.weight_view(slot.flat)
+        unit.leases += 1
+        if unit.where is not Where.BACKWARD:
+            unit.where = where
+
+    def release(self, unit: Unit) -> None:
+        """Undo one lease; with the last, the parameters are their guarded host tensors again."""
+        unit.leases -= 1
+        slot = unit.weight_slot
+        if unit.leases or slot is None:
+            return
+        for record in unit.records:
+            parameter = record.parameter
+            parameter.data = record.host
+            parameter.__class__ = record.guarded_class
+        unit.where = Where.HOST
+        slot.is_leased = False
+        slot.last_used = next(self._turn)
+        monitor = self.backend.monitor
+        if monitor is not None and monitor.poison:
+            self.backend.touch(f"poison of {slot.name}", writes=(slot,))
+            monitor.spoil(slot)
+            self._evict(slot)
+        slot.released = self.backend.mark(f"compute of {unit.name}")
+
+    def take_gradient_slot(self, unit: Unit) -> GradientSlot:
+        """A gradient slot for ``unit``; compute issued from now on may write it."""
+        free = self._gradient_slots[self.gradient_class(unit)]
+        slot = free.pop(0) if free else self._new_gradient_slot(self.gradient_class(unit))
+        self.backend.order("compute after gradient slot drained", slot.drained)
+        monitor = self.backend.monitor
+        if monitor is not None:
+            self.backend.touch(f"lease of {slot.name}", writes=(slot,))
+            monitor.spoil(slot)
+        return slot
+
+    def give_gradient_slot(self, unit: Unit, slot: GradientSlot) -> None:
+        """Return a slot whose content is gone once ``slot.drained`` has passed."""
+        self._gradient_slots[self.gradient_class(unit)].append(slot)
+
+    def _victim(self, unit: Unit) -> WeightSlot:
+        slots = self._weight_slots[self._weight_class[unit.layout.weight_bytes]]
+        idle = [slot for slot in slots if not slot.is_leased]
+        settled = [slot for slot in idle if not slot.is_awaited]
+        if settled:
+            return min(settled, key=lambda slot: slot.last_used)
+        if idle:  # only slots fetched ahead for units that did not come: the latest guess goes first
+            return max(idle, key=lambda slot: slot.last_used)
+        slots.append(self._new_weight_slot(self._weight_class[unit.layout.weight_bytes]))
+        return slots[-1]
+
+    @staticmethod
+    def _evict(slot: WeightSlot) -> None:
+        if slot.unit is not None:
+            slot.unit.weight_slot = None
+            slot.unit = None
+        slot.is_awaited = False
+
+    def _new_weight_slot(self, size: int) -> WeightSlot:
+        flat = torch.zeros(size, dtype=torch.uint8, device=self.backend.device)
+        return WeightSlot(f"weight slot {next(self._turn)}", flat)
+
+    def _new_gradient_slot(self, size: int) -> GradientSlot:
+        flat = torch.zeros(size, dtype=torch.uint8, device=self.backend.device)
+        return GradientSlot(f"gradient slot {next(self._turn)}", flat)

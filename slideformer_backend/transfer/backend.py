@@ -1,0 +1,147 @@
+"""The two devices the one engine runs on: a CUDA device with streams, or host memory with threads."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Protocol
+
+import torch
+
+from ..errors import UnsupportedError
+from .lane import Lane
+from ..storage import Tracked
+from .monitor import Monitor
+from .ticket import Ticket
+
+HOST = "main"
+COMPUTE = "compute"
+
+
+class Backend(Protocol):
+    """What the engine needs of a device. All lanes of an engine are created here.
+
+    Lanes, with the overlap each buys:
+        h2d: working weights and pending gradients host -> device, beside compute.
+        d2h: gradients device -> host, beside h2d (PCIe is full duplex) and compute.
+        norms: sums of squares of arrived gradients, so that a clip does not wait behind queued updates.
+        update: optimizer arithmetic on the host, beside the backward of earlier units.
+    """
+
+    device: torch.device
+    h2d: Lane
+    d2h: Lane
+    norms: Lane
+    update: Lane
+    monitor: Monitor | None
+    waited: Counter[str]
+
+    def mark(self, name: str) -> Ticket:
+        """A ticket for all compute issued so far on the caller's current stream."""
+
+    def order(self, wait_name: str, ticket: Ticket | None) -> None:
+        """Compute issued from now on runs behind ``ticket``."""
+
+    def synchronize(self, wait_name: str, ticket: Ticket | None) -> None:
+        """Block the host until ``ticket`` is over."""
+
+    def touch(self, what: str, *, reads: tuple[Tracked, ...] = (), writes: tuple[Tracked, ...] = ()) -> None:
+        """Tell the monitor that compute accesses these buffers."""
+
+    def touch_host(self, what: str, *, reads: tuple[Tracked, ...] = (), writes: tuple[Tracked, ...] = ()) -> None:
+        """Tell the monitor that the training thread accesses these host buffers."""
+
+    def close(self) -> None:
+        """Finish and end all lanes."""
+
+
+class _BackendBase:
+    def __init__(self, device: torch.device, monitor: Monitor | None, h2d: Lane, d2h: Lane) -> None:
+        self.device = device
+        self.monitor = monitor
+        self.h2d = h2d
+        self.d2h = d2h
+        self.norms = Lane("norms", monitor=monitor)
+        self.update = Lane("update", monitor=monitor)
+        self.waited: Counter[str] = Counter()
+
+    def synchronize(self, wait_name: str, ticket: Ticket | None) -> None:
+        if ticket is None or not self._observed(wait_name, ticket):
+            return
+        start = time.perf_counter()
+        ticket.synchronize()
+        self.waited[wait_name] += time.perf_counter() - start  # type: ignore[assignment]  # a Counter of seconds
+        if self.monitor is not None:  # what the host has waited for is also before any compute it issues later
+            self.monitor.merge(HOST, ticket)
+            self.monitor.merge(COMPUTE, ticket)
+
+    def touch(self, what: str, *, reads: tuple[Tracked, ...] = (), writes: tuple[Tracked, ...] = ()) -> None:
+        if self.monitor is not None:
+            self.monitor.access(COMPUTE, what, reads, writes)
+
+    def touch_host(self, what: str, *, reads: tuple[Tracked, ...] = (), writes: tuple[Tracked, ...] = ()) -> None:
+        if self.monitor is not None:
+            self.monitor.access(HOST, what, reads, writes)
+
+    def close(self) -> None:
+        for lane in (self.h2d, self.d2h, self.norms, self.update):
+            lane.close()
+
+    def _observed(self, wait_name: str, ticket: Ticket) -> bool:
+        return self.monitor is None or self.monitor.wait(COMPUTE, wait_name, ticket)
+
+
+class CudaBackend(_BackendBase):
+    """One CUDA device. Compute runs on the stream that is current when it is issued (HAZARDS 5)."""
+
+    def __init__(self, device: torch.device, monitor: Monitor | None = None) -> None:
+        h2d = Lane("h2d", stream=torch.cuda.Stream(device), monitor=monitor)
+        d2h = Lane("d2h", stream=torch.cuda.Stream(device), monitor=monitor)
+        super().__init__(device, monitor, h2d, d2h)
+
+    def mark(self, name: str) -> Ticket:
+        ticket = Ticket(name)
+        event = torch.cuda.Event(blocking=True)
+        event.record(torch.cuda.current_stream(self.device))
+        ticket.issue(event)
+        return ticket
+
+    def order(self, wait_name: str, ticket: Ticket | None) -> None:
+        if ticket is None or not self._observed(wait_name, ticket):
+            return
+        start = time.perf_counter()
+        ticket.wait_issued()
+        self.waited[wait_name] += time.perf_counter() - start  # type: ignore[assignment]  # a Counter of seconds
+        if ticket.event is not None:
+            torch.cuda.current_stream(self.device).wait_event(ticket.event)
+        if self.monitor is not None:
+            self.monitor.merge(COMPUTE, ticket)
+
+
+class CpuBackend(_BackendBase):
+    """Host memory as the device: compute is the calling thread, so ordering it means blocking it."""
+
+    def __init__(self, device: torch.device, monitor: Monitor | None = None) -> None:
+        super().__init__(device, monitor, Lane("h2d", monitor=monitor), Lane("d2h", monitor=monitor))
+
+    def mark(self, name: str) -> Ticket:
+        ticket = Ticket(name)
+        if self.monitor is not None:
+            self.monitor.finish(COMPUTE, ticket)
+        ticket.issue()
+        return ticket
+
+    def order(self, wait_name: str, ticket: Ticket | None) -> None:
+        self.synchronize(wait_name, ticket)
+
+
+def backend_for(device: torch.device, monitor: Monitor | None = None) -> Backend:
+    """The backend of ``device``; raises UnsupportedError for devices other than CUDA (or ROCm) and CPU."""
+    if device.type == "cuda":
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        return CudaBackend(torch.device("cuda", index), monitor)
+    if device.type == "cpu":
+        return CpuBackend(device, monitor)
+    raise UnsupportedError(
+        f"SlideFormer runs on one CUDA (or ROCm) device or on the CPU, found {device}; use another strategy there."
+    )

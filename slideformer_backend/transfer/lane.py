@@ -1,0 +1,168 @@
+"""Lanes: FIFO queues of work on a thread of their own. On CUDA a copy lane issues to its stream."""
+
+from __future__ import annotations
+
+import collections
+import os
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..storage import Tracked
+from .monitor import Monitor
+from .ticket import Ticket
+
+Waits = Mapping[str, "Ticket | None"]
+
+
+class _Job(NamedTuple):
+    run: Callable[[], None]
+    ticket: Ticket
+    after: Waits
+    reads: Sequence[Tracked]
+    writes: Sequence[Tracked]
+    origin: dict[str, int] | None
+
+
+class Lane:
+    """Runs submitted work in order, each piece behind the tickets it names.
+
+    Work is submitted by the training or the autograd thread, which never blocks here; waiting for other lanes happens
+    on the lane's thread (host operations) or on its stream (device operations). The first exception is kept by its
+    ticket, and every later piece of work that waits for that ticket fails with it. The thread starts with the first
+    submission and is forgotten by a forked child, which gets a fresh one if it ever submits.
+    """
+
+    def __init__(self, name: str, *, stream: torch.cuda.Stream | None = None, monitor: Monitor | None = None) -> None:
+        self.name = name
+        self.stream = stream
+        self.monitor = monitor
+        self.busy_seconds = 0.0
+        self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._in_flight: collections.deque[Ticket] = collections.deque()
+        _LANES.add(self)
+
+    def submit(
+        self,
+        name: str,
+        run: Callable[[], None],
+        *,
+        submitter: str = "main",
+        after: Waits | None = None,
+        reads: Sequence[Tracked] = (),
+        writes: Sequence[Tracked] = (),
+        keep: Any = None,
+    ) -> Ticket:
+        """Queue ``run``.
+
+        Args:
+            name: for messages and traces.
+            run: the work. On a stream lane it is called inside the stream's context and only issues device work.
+            submitter: the actor that submits (for the monitor).
+            after: named tickets the work must follow; the names are those of the mutation test.
+            reads: buffers the work reads.
+            writes: buffers the work writes.
+            keep: anything that must stay alive until the device has finished.
+
+        Returns:
+            The ticket of the work.
+        """
+        ticket = Ticket(name)
+        ticket.keep = keep
+        origin = self.monitor.fork(submitter) if self.monitor is not None else None
+        self._queue.put(_Job(run, ticket, after or {}, reads, writes, origin))
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=_serve, args=(weakref.ref(self), self._queue), name=f"slideformer-{self.name}", daemon=True
+            )
+            self._thread.start()
+        return ticket
+
+    def close(self) -> None:
+        """Finish what is queued, then end the thread."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._queue.put(None)
+            if thread is not threading.current_thread():
+                thread.join()
+        self._in_flight.clear()
+
+    def forget_thread(self) -> None:
+        """In a forked child: the thread did not survive, and what was queued belongs to the parent."""
+        self._thread = None
+        self._queue = queue.SimpleQueue()
+        self._in_flight.clear()
+
+    def execute(self, job: _Job) -> None:
+        """Run one piece of work; never raises."""
+        event = None
+        try:
+            if self.monitor is not None:
+                self.monitor.start(self.name, job.origin)
+            for wait_name, ticket in job.after.items():
+                if ticket is not None:
+                    self._follow(wait_name, ticket)
+            if self.monitor is not None:
+                self.monitor.access(self.name, job.ticket.name, job.reads, job.writes)
+            if self.stream is None:
+                job.run()
+            else:
+                with torch.cuda.stream(self.stream):
+                    job.run()
+                    event = torch.cuda.Event(blocking=True)
+                    event.record(self.stream)
+        except BaseException as error:  # the ticket carries it to whoever waits
+            job.ticket.issue(error=error)
+            return
+        if self.monitor is not None:
+            self.monitor.finish(self.name, job.ticket)
+        if event is not None:
+            self._hold(job.ticket)
+        else:
+            job.ticket.keep = None
+        job.ticket.issue(event)
+
+    def _follow(self, wait_name: str, ticket: Ticket) -> None:
+        if self.monitor is not None and not self.monitor.wait(self.name, wait_name, ticket):
+            return
+        ticket.wait_issued()
+        if ticket.event is not None:
+            if self.stream is not None:
+                self.stream.wait_event(ticket.event)
+            else:
+                ticket.event.synchronize()
+        if self.monitor is not None:
+            self.monitor.merge(self.name, ticket)
+
+    def _hold(self, ticket: Ticket) -> None:
+        self._in_flight.append(ticket)
+        while len(self._in_flight) > 1 and self._in_flight[0].is_complete:
+            self._in_flight.popleft().keep = None
+
+
+_LANES: weakref.WeakSet[Lane] = weakref.WeakSet()
+
+
+def _serve(lane_ref: weakref.ref[Lane], jobs: queue.SimpleQueue[_Job | None]) -> None:
+    # The thread holds its lane only while it works, so that an abandoned engine can be collected.
+    while True:
+        job = jobs.get()
+        lane = lane_ref()
+        if job is None or lane is None:
+            return
+        lane.execute(job)
+        del job, lane
+
+
+def _forget_threads() -> None:
+    for lane in list(_LANES):
+        lane.forget_thread()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_threads)

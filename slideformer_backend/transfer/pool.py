@@ -1,0 +1,78 @@
+"""Gradient buffers on the host: one flat buffer holds one unit's gradient."""
+
+from __future__ import annotations
+
+import collections
+import weakref
+from typing import Any
+
+from ..storage import HostMemory, Slab
+from .ticket import Ticket
+
+
+class GradientBuffer:
+    """A flat host buffer for one unit's gradient.
+
+    Attributes:
+        slab: the memory.
+        drained: the operation after which its content may be overwritten.
+        filled: the operation after which its content may be read.
+        sent: the last transfer that read it (an accumulated gradient on its way back to the device).
+        handles: gradient tensors that were shown to user code and may still be held by it.
+        is_aliased: user code holds memory of this buffer that no handle covers; it is never recycled.
+    """
+
+    __slots__ = ("drained", "filled", "handles", "is_aliased", "sent", "slab")
+
+    def __init__(self, slab: Slab) -> None:
+        self.slab = slab
+        self.drained: Ticket | None = None
+        self.filled: Ticket | None = None
+        self.sent: Ticket | None = None
+        self.handles: dict[int, weakref.ref[Any]] = {}
+        self.is_aliased = False
+
+    def is_held(self) -> bool:
+        """Whether user code may still look at this buffer."""
+        return self.is_aliased or any(handle() is not None for handle in self.handles.values())
+
+
+class GradientPool:
+    """Interchangeable gradient buffers of one size class.
+
+    A unit takes a buffer when its gradient arrives and gives one back when an update has consumed it, so the pool grows
+    to what is in flight at once and no further. Buffers that user code still looks at are left to it.
+    """
+
+    def __init__(self, memory: HostMemory, name: str, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._memory = memory
+        self._name = name
+        self._free: collections.deque[GradientBuffer] = collections.deque()
+        self._created = 0
+
+    def take(self, *, spare: int) -> GradientBuffer:
+        """A buffer to write once its ``drained`` ticket has passed.
+
+        Args:
+            spare: how many returned buffers may stay in flight before a new one is not worth its memory; a buffer
+                whose content is already consumed is always preferred.
+        """
+        if self._free and (len(self._free) >= spare or self._is_ready(self._free[0])):
+            return self._free.popleft()
+        self._created += 1
+        slab = self._memory.allocate(f"gradient buffer {self._name}.{self._created}", self.nbytes, dma=True)
+        return GradientBuffer(slab)
+
+    def give(self, buffer: GradientBuffer, drained: Ticket | None) -> None:
+        """Return a buffer whose content is consumed once ``drained`` has passed."""
+        if buffer.is_held():
+            return  # HAZARDS: user code keeps what `p.grad` showed it; the memory goes with the last such tensor
+        buffer.drained = drained
+        buffer.filled = buffer.sent = None
+        buffer.handles.clear()
+        self._free.append(buffer)
+
+    @staticmethod
+    def _is_ready(buffer: GradientBuffer) -> bool:
+        return buffer.drained is None or buffer.drained.is_complete
