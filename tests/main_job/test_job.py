@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 FINETUNE = ROOT / "benchmarks" / "finetune"
 LAYERS = 2
 STEPS = 4
-# torch sums the squares of a norm in fp32 per tensor, ours are summed in fp64: with clipping active the coefficients may
-# differ in their last places, and with them the losses of later steps.
+# torch sums the squares of a norm in fp32 per tensor, ours are summed in fp64: with clipping active the coefficients
+# may differ in their last places, and with them the losses of later steps.
 CLIPPED_TOLERANCE = 1e-5
 
 PLAIN = """
