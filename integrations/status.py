@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.tracking import GeneralTracker
 from torch import nn
 
@@ -79,7 +80,9 @@ class Status:
         model.register_forward_pre_hook(TokenCounter(self.line.tokens), with_kwargs=True)
 
     def watch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Counts the steps of `optimizer`."""
+        """Counts the steps of `optimizer`; one that is prepared again is counted already."""
+        if self._mode == "off" or isinstance(optimizer, AcceleratedOptimizer):
+            return
         optimizer.register_step_post_hook(self._stepped)
 
     def saw_loss(self, loss: torch.Tensor) -> None:

@@ -44,7 +44,7 @@ def stages(options: argparse.Namespace, gpu: bool) -> dict[str, list[str]]:
     """The command of each stage, as arguments for the environment's Python; pytest comes last."""
     tests = ["-m", "pytest", "--durations=10"]
     # Every worker computes on one thread (see `test_environment`), so workers share nothing but memory.
-    workers = ["-n", str(min(cores(), 8)), "--dist", "worksteal"] if cores() > 1 else []
+    workers = ["-n", str(min(cores(), 8)), "--dist", "loadgroup"] if cores() > 1 else []
     found = {
         "lint": ["-m", "ruff", "check", "."],
         "types": [str(ROOT / "tests" / "packaging" / "typed_tree.py")],

@@ -1,7 +1,9 @@
 """The main job on a small budget: the first layers of the real model, a few steps, plain and under SlideFormer."""
 
+import functools
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +18,8 @@ STEPS = 4
 # torch sums the squares of a norm in fp32 per tensor, ours are summed in fp64: with clipping active the coefficients
 # may differ in their last places, and with them the losses of later steps.
 CLIPPED_TOLERANCE = 1e-5
+
+pytestmark = pytest.mark.xdist_group("main job")  # one worker: the runs are shared
 
 PLAIN = """
 compute_environment: LOCAL_MACHINE
@@ -47,13 +51,23 @@ def small_model(cache, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def launch(cache, small_model, tmp_path_factory):
+def small_data(cache, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    for name, texts in (("train", 12), ("test", 3)):
+        lines = (cache / "human-eval" / f"{name}.jsonl").read_text().splitlines(keepends=True)
+        (folder / f"{name}.jsonl").write_text("".join(lines[:texts]))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def launch(small_model, small_data, tmp_path_factory):
     """Runs train.py as the README does and returns (output folder, history, what it printed)."""
 
+    @functools.cache
     def run(config: str, *options: str) -> tuple[Path, dict, str]:
         work = tmp_path_factory.mktemp("job")
         (work / "config.yaml").write_text(config)
-        folders = ["--model", small_model, "--data", cache / "human-eval", "--output", work / "out"]
+        folders = ["--model", small_model, "--data", small_data, "--output", work / "out"]
         size = ["--block_size", "64", "--batch_size", "2", "--max_train_steps", str(STEPS), "--warmup_steps", "1"]
         launcher = Path(sys.executable).with_name("accelerate")
         command = [launcher, "launch", "--config_file", work / "config.yaml", FINETUNE / "train.py", *folders, *size]
@@ -96,21 +110,23 @@ def assert_same_weights(first: Path, second: Path, tolerance: float) -> None:
         torch.testing.assert_close(two[name], tensor, rtol=tolerance, atol=tolerance)
 
 
-def test_checks_and_plot_of_the_job(launch, slideformer_yaml, small_model, cache):
-    out, history, _ = launch(slideformer_yaml)
-    environ = {**os.environ, "HF_HUB_OFFLINE": "1", "SLIDEFORMER_DISABLE": "1", "COLUMNS": "100"}
-    folders = ["--model", small_model, "--data", cache / "human-eval", "--output", out]
-    command = [sys.executable, FINETUNE / "check.py", *folders]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert f"{history['evaluation_loss']['after']:.4f}" in done.stdout
-    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+def test_checks_and_plot_of_the_job(
+    load_script, launch, slideformer_yaml, small_model, small_data, tmp_path, monkeypatch, capsys
+):
+    out, history, _ = launch(slideformer_yaml, "--max_grad_norm", "1.0")
+    monkeypatch.syspath_prepend(FINETUNE)
+    check = load_script(FINETUNE / "check.py")
+    shutil.copytree(out, tmp_path / "out")
+    folders = ["--model", str(small_model), "--data", str(small_data), "--output", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", ["check.py", *folders])
+    check.main()
+    assert f"{history['evaluation_loss']['after']:.4f}" in capsys.readouterr().out
+    assert (tmp_path / "out" / "loss.png").read_bytes().startswith(b"\x89PNG")
 
     history["evaluation_loss"]["after"] -= 0.5
-    (out / "history.json").write_text(json.dumps(history))
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
-    assert done.returncode != 0
-    assert "the saved model has held-out loss" in done.stderr
+    (tmp_path / "out" / "history.json").write_text(json.dumps(history))
+    with pytest.raises(SystemExit, match="the saved model has held-out loss"):
+        check.main()
 
 
 def test_fetched_text_is_split_once_and_for_all(cache):
