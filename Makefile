@@ -1,5 +1,5 @@
 # Aliases; the commands work without make.
-.PHONY: job test lint types clean
+.PHONY: job test lint clean
 
 job:
 	python3 benchmarks/finetune/run.py
@@ -8,10 +8,7 @@ test:
 	python3 tests/run.py
 
 lint:
-	python3 tests/run.py --only lint
-
-types:
-	python3 tests/run.py --only types
+	python3 tests/run.py -- tests/packaging/test_source.py
 
 clean:
 	rm -rf .venv .cache out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""The tests: lint, strict types, and every suite that this machine can run.
+"""The tests: every suite that this machine can run, lint and strict types among them.
 
     python3 tests/run.py                    # everything
-    python3 tests/run.py -- -k clipping     # after --: arguments for pytest, instead of everything
+    python3 tests/run.py -- -k clipping     # after --: arguments for pytest
 
 Needs Python >= 3.10 and a package registry, nothing else. GPU tests run when an NVIDIA GPU is there.
 """
@@ -24,14 +24,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 import bootstrap
 
 ROOT = bootstrap.ROOT
-STAGES = ("lint", "types", "tests", "gpu")
 
 
 def parse(arguments=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="folder of the environment")
     parser.add_argument("--cache", type=Path, default=ROOT / ".cache", help="folder of fetched model and text")
-    parser.add_argument("--only", choices=STAGES, help="run one stage")
     parser.add_argument("pytest", nargs="*", help="arguments for pytest")
     return parser.parse_args(arguments)
 
@@ -41,21 +39,12 @@ def cores() -> int:
 
 
 def stages(options: argparse.Namespace, gpu: bool) -> dict[str, list[str]]:
-    """The command of each stage, as arguments for the environment's Python; pytest comes last."""
+    """The pytest command of each stage, as arguments for the environment's Python."""
     tests = ["-m", "pytest", "--durations=10"]
     # Every worker computes on one thread (see `test_environment`), so workers share nothing but memory.
     workers = ["-n", str(min(cores(), 8)), "--dist", "loadgroup"] if cores() > 1 else []
-    found = {
-        "lint": ["-m", "ruff", "check", "."],
-        "types": [str(ROOT / "tests" / "packaging" / "typed_tree.py")],
-        "tests": [*tests, "-m", "not gpu", *workers, *options.pytest],
-    }
-    if gpu:
-        found["gpu"] = [*tests, "-m", "gpu", *options.pytest]
-    if options.only:
-        return {name: command for name, command in found.items() if name == options.only}
-    if options.pytest:
-        return {name: command for name, command in found.items() if name in ("tests", "gpu")}
+    found = {"gpu": [*tests, "-m", "gpu", *options.pytest]} if gpu else {}
+    found["tests"] = [*tests, "-m", "not gpu", *workers, *options.pytest]
     return found
 
 
