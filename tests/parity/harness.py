@@ -18,6 +18,7 @@ from torch import nn
 from slideformer_backend.api import attach
 from slideformer_backend.config import SlideFormerConfig
 from slideformer_backend.optim.norm import clip_coefficient
+from slideformer_backend.optim.rules import rule_for
 
 POLICIES = ("exact", "immediate")
 
@@ -30,6 +31,7 @@ class Run:
     device: torch.device
     engine: object = None
     autocast: torch.dtype | None = None
+    policy: str = "exact"
     seen: list = field(default_factory=list)
     is_last: bool = True
 
@@ -47,7 +49,7 @@ class Run:
         if self.engine is not None:
             self.engine.bind(optimizer)
         else:
-            step_on_masters(optimizer)
+            step_on_masters(optimizer, half_up=self.policy == "immediate")
         return optimizer
 
     def forward(self, *args, **kwargs):
@@ -81,6 +83,9 @@ class Run:
         self.seen.append((label, value))
 
     def see_gradients(self):
+        """Every gradient; under ``immediate`` they are spent when backward returns."""
+        if self.policy == "immediate":
+            return
         for name, parameter in self.model.named_parameters():
             self.see(f"grad {name}", parameter.grad)
 
@@ -89,13 +94,20 @@ class Run:
             self.see(f"weight {name}", parameter)
 
 
-def step_on_masters(optimizer):
+def step_on_masters(optimizer, *, half_up=False):
     """The reference: the optimizer itself, on fp32 host masters. On CPU and fp32 this is the optimizer itself.
 
-    A weight that user code wrote since the last step is taken over by its master (DESIGN 5).
+    A weight that user code wrote since the last step is taken over by its master. ``half_up``: bf16 weights are the
+    upper half of a split master, which rounds halves up (DESIGN 5), where there is a fused rule.
     """
     plain_step = optimizer.step
     masters = {}
+    half_up = half_up and rule_for(optimizer) is not None
+
+    def rounded(master, dtype):
+        if half_up and dtype == torch.bfloat16:
+            return ((master.view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+        return master.to(dtype)
 
     def step(closure=None):
         loss = None
@@ -108,7 +120,7 @@ def step_on_masters(optimizer):
                 continue
             shown = parameter.data
             master = masters.setdefault(parameter, shown.float().cpu())
-            changed = master.to(shown.dtype).ne(shown.cpu())
+            changed = rounded(master, shown.dtype).ne(shown.cpu())
             master[changed] = shown.float().cpu()[changed]
             gradient, parameter.grad = parameter.grad, None
             parameter.data = master
@@ -118,7 +130,7 @@ def step_on_masters(optimizer):
         for parameter, shown, gradient in kept:
             parameter.grad = None
             master = masters[parameter] = parameter.data
-            parameter.data = shown.copy_(master)
+            parameter.data = shown.copy_(rounded(master, shown.dtype))
             parameter.grad = gradient
         return loss
 
@@ -140,11 +152,11 @@ def clip_by_definition(params, max_norm, norm_type=2.0):
     return torch.tensor(norm, dtype=torch.float32)
 
 
-def run_plain(make, script, device, *, autocast=None, seed=0):
+def run_plain(make, script, device, *, policy="exact", autocast=None, seed=0):
     """What ``script`` sees on plain PyTorch."""
     torch.manual_seed(seed)
     model = make().to(device)
-    run = Run(model, device, autocast=autocast)
+    run = Run(model, device, autocast=autocast, policy=policy)
     torch.manual_seed(seed + 1)
     script(run)
     return run
@@ -156,7 +168,7 @@ def run_managed(make, script, device, *, policy="exact", autocast=None, seed=0, 
     model = make()
     settings = SlideFormerConfig(update=policy, **config)
     engine = attach(model, settings, device=device, autocast_dtype=autocast, monitor=monitor)
-    run = Run(model, device, engine, autocast=autocast)
+    run = Run(model, device, engine, autocast=autocast, policy=policy)
     engine.last_microbatch = lambda: run.is_last
     torch.manual_seed(seed + 1)
     try:
@@ -169,7 +181,7 @@ def run_managed(make, script, device, *, policy="exact", autocast=None, seed=0, 
 
 def check(make, script, device, *, policy="exact", autocast=None, tolerance=None, seed=0, **config):
     """Run ``script`` both ways and compare all that was seen; returns the two runs."""
-    plain = run_plain(make, script, device, autocast=autocast, seed=seed)
+    plain = run_plain(make, script, device, policy=policy, autocast=autocast, seed=seed)
     managed = run_managed(make, script, device, policy=policy, autocast=autocast, seed=seed, **config)
     assert_same(plain.seen, managed.seen, tolerance)
     return plain, managed

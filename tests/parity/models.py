@@ -80,3 +80,16 @@ def language_loss(output, ids):
     """Next-token loss from logits, or the model's own."""
     logits = output if isinstance(output, torch.Tensor) else output.logits
     return nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
+
+
+def steps(run, optimizer, count=3, first=0, loss_of=None):
+    """Ordinary steps; sees losses, gradients and weights."""
+    for number in range(first, first + count):
+        ids = batch(number, length=6 + number % 3, device=run.device)
+        loss = language_loss(run.forward(ids), ids) if loss_of is None else loss_of(run, ids)
+        run.see("loss", loss)
+        run.backward(loss)
+        run.see_gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.see_weights()
