@@ -17,7 +17,7 @@ MASTER = "master"
 
 
 def install_optimizer_hooks(engine: Engine, binding: Binding) -> None:
-    """State-dict hooks on the user's optimizer: fused rules keep their state in slabs, torch's format leaves and enters."""
+    """State-dict hooks on the user's optimizer: states live in slabs, torch's format leaves and enters."""
     if binding.rule is None:
         return
     hooks = _StateHooks(engine, binding)

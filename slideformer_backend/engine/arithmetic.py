@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,11 +38,11 @@ class Arithmetic:
 
     def commit(self, updates: Sequence[Update]) -> None:
         """Bring masters and moments up to the logged step; working weights already hold it."""
-        self._run(updates, lambda item, part: _commit(item, part))
+        self._run(updates, _commit)
 
     def peek(self, updates: Sequence[Update]) -> None:
         """Working weights after these updates; masters and moments stay."""
-        self._run(updates, lambda item, part: _peek(item, part))
+        self._run(updates, _peek)
 
     def advance(self, logged: Sequence[Update], predicted: Sequence[Update]) -> None:
         """Commit ``logged`` and write the working weights after ``predicted``, in one pass where both exist."""
@@ -71,7 +71,7 @@ class Arithmetic:
 
     def reconcile(self, records: Sequence[ParamRecord]) -> None:
         """Take over what user code wrote: into the master, or from the master where that is what it was shown."""
-        jobs: list[Callable[[], object]] = []
+        jobs: list[Callable[[], Any]] = []
         for record in records:
             if "master" not in record.unit.states or not record.spec.is_trainable:
                 continue
@@ -85,12 +85,11 @@ class Arithmetic:
 
     def reconcile_split(self, records: Sequence[ParamRecord], before: Sequence[np.ndarray]) -> None:
         """Reset the low halves of split masters where the weights differ from what they were ``before``."""
-        self._workers.run(
-            [
-                partial(kernels.reconcile_split, old, record.weight_array(), low_array(record))
-                for record, old in zip(records, before, strict=True)
-            ]
-        )
+        jobs: list[Callable[[], Any]] = [
+            partial(kernels.reconcile_split, old, record.weight_array(), low_array(record))
+            for record, old in zip(records, before, strict=True)
+        ]
+        self._workers.run(jobs)
 
     def square_sums(self, records: Sequence[ParamRecord], gradient: Slab) -> list[float]:
         """Sum of squares of each parameter's gradient: fp64 partials per block, added in order."""
@@ -101,9 +100,7 @@ class Arithmetic:
             for part in self._slices(record):
                 first = part.start // BLOCK
                 count = -(-(part.stop - part.start) // BLOCK)
-                jobs.append(
-                    partial(kernels.sum_squares, array[part], record.gradient_kind, out[first : first + count])
-                )
+                jobs.append(partial(kernels.sum_squares, array[part], record.gradient_kind, out[first : first + count]))
         self._workers.run(jobs)
         return [sequential_sum(out) for out in partials]
 
@@ -115,11 +112,6 @@ class Arithmetic:
             for part in self._slices(record):
                 jobs.append(partial(kernels.scale, array[part], record.gradient_kind, coefficient))
         self._workers.run(jobs)
-
-    def initialise_masters(self, records: Sequence[ParamRecord]) -> None:
-        """Masters = working weights, exactly."""
-        for record in records:
-            kernels.widen(record.weight_array(), record.weight_kind, record.state_array("master"))
 
     def _run(self, updates: Sequence[Update], kernel: Callable[[Update, slice], None]) -> None:
         self._workers.run([partial(kernel, item, part) for item in updates for part in self._slices(item.record)])
@@ -198,9 +190,7 @@ def _update(item: Update, part: slice) -> None:
     weights = record.weight_array()[part]
     if "low" in record.unit.states:
         low = low_array(record)
-        kernels.update_split(
-            rule, weights, low[part], states, gradient, record.gradient_kind, coefficient, scalars
-        )
+        kernels.update_split(rule, weights, low[part], states, gradient, record.gradient_kind, coefficient, scalars)
         return
     master = record.state_array("master")[part] if "master" in record.unit.states else weights
     kernels.update(

@@ -8,12 +8,13 @@ order of creation and gradient accumulation at once, so everything of the unit h
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from ..errors import StaleGraphError, UnsupportedError
-from ..transfer import Backend
+from ..transfer import Backend, copy
 from .edges import Edges
 from .policy import UpdatePolicy
 from .unit import ONE, ParamRecord, Unit, Where
@@ -189,7 +190,7 @@ class Backward:
         source, target = buffer.slab.flat[:size], slot.flat[:size]
         buffer.sent = self.backend.h2d.submit(
             f"pending gradient of {unit.name} to the device",
-            lambda: target.copy_(source, non_blocking=True),
+            partial(copy, target, source),
             after={
                 "h2d after gradient filled": buffer.filled,
                 "h2d after gradient scaled": unit.updated,
@@ -218,7 +219,7 @@ class Backward:
         source, target = slot.flat[:size], buffer.slab.flat[:size]
         slot.drained = buffer.filled = self.backend.d2h.submit(
             f"gradient of {unit.name} to the host",
-            lambda: target.copy_(source, non_blocking=True),
+            partial(copy, target, source),
             after={
                 "d2h after compute": self.backend.mark(f"backward of {unit.name}"),
                 "d2h after gradient buffer drained": buffer.drained,

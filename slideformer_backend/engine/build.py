@@ -36,7 +36,7 @@ def build_units(
     inside = _inside(model, [block.module for block in blocks])
     sliding = {key for key, count in owners.items() if count == 1 and key not in inside}
     _check(model, sliding)
-    units = []
+    units: list[Unit] = []
     for block in blocks:
         parameters = [parameter for parameter in block.module.parameters() if id(parameter) in sliding]
         if not parameters:

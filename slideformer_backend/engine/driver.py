@@ -35,7 +35,7 @@ class UnitForward:
         self.__name__ = "forward"
         self.__doc__ = type(module).forward.__doc__
         self.__signature__ = inspect.signature(type(module).forward)
-        module.forward = types.MethodType(self, module)  # type: ignore[assignment]  # an instance attribute by design
+        module.forward = types.MethodType(self, module)
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         engine = self._engine()
@@ -173,7 +173,7 @@ def _map_inputs(
     inputs = [tensor for tensor in _tensors((args, kwargs)) if tensor.requires_grad]
     if not inputs:
         return args, kwargs
-    passed = PostBackward.apply(close, *inputs)
+    passed = PostBackward.apply(close, *inputs)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     replaced = {id(tensor): new for tensor, new in zip(inputs, passed, strict=True)}
     return _replace(args, replaced), _replace(kwargs, replaced)
 
@@ -200,4 +200,3 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from _tensors(item)
-

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ..errors import UnsupportedError
-from ..transfer import Backend
+from ..transfer import Backend, copy
 from .guard import plain
 from .policy import UpdatePolicy
 from .unit import ONE, ParamRecord, Unit
@@ -66,7 +66,7 @@ class Edges:
 
         def run() -> None:
             for target, source in pairs:
-                target.copy_(source, non_blocking=True)
+                copy(target, source)
 
         buffer.filled = self.backend.d2h.submit(
             f"gradient of {unit.name} to the host",
@@ -106,13 +106,11 @@ class Edges:
 
     def send_weights(self, unit: Unit) -> None:
         """Copy updated working weights into the resident parameters, behind the update and all compute so far."""
-        pairs = [
-            (plain(record.parameter), record.weight_view(unit.weights.flat)) for record in unit.trainable
-        ]
+        pairs = [(plain(record.parameter), record.weight_view(unit.weights.flat)) for record in unit.trainable]
 
         def run() -> None:
             for target, source in pairs:
-                target.copy_(source, non_blocking=True)
+                copy(target, source)
 
         unit.sent = unit.refreshed = self.backend.h2d.submit(
             f"weights of {unit.name} to the device",

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +13,6 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..config import SlideFormerConfig
-from ..errors import SlideFormerError, UnsupportedError
 from ..optim.numba_kernels import warm_up
 from ..optim.workers import WorkerPool, default_threads
 from ..storage import HostMemory
@@ -25,7 +22,6 @@ from .arithmetic import Arithmetic
 from .backward import Backward, Visit
 from .binding import Binding
 from .build import build_units
-from .clip import as_tensor, clip_to, total_norm
 from .driver import UnitForward
 from .edges import Edges
 from .guard import guard, unguard
@@ -33,14 +29,10 @@ from .immediate import Immediate
 from .redo_log import RedoLog
 from .report import EngineReport, make_report
 from .schedule import Phase, Schedule
-from .unit import ONE, ParamRecord, Unit, Weights, Where
-from .whole import as_masters
+from .states import allocate_states, load_states, master_of
+from .stepper import Stepper
+from .unit import ParamRecord, Unit, Weights, Where
 from .window import Window
-
-logger = logging.getLogger(__name__)
-
-MOST_SKIPS = 20
-"""Non-finite steps in a row after which training is stopped."""
 
 
 class Engine:
@@ -48,7 +40,6 @@ class Engine:
 
     Attributes:
         last_microbatch: whether the running backward is the last before ``step()``; set by the integration.
-        skipped: steps dropped because of non-finite gradients.
     """
 
     def __init__(
@@ -62,7 +53,6 @@ class Engine:
         self.model = model
         self.config = config
         self.last_microbatch: Callable[[], bool] = lambda: True
-        self.skipped = 0
         self.backend = backend_for(device, monitor)
         self.device = self.backend.device
         pin = self.device.type == "cuda" if config.pin_memory == "auto" else config.pin_memory
@@ -79,6 +69,7 @@ class Engine:
         self.backward = Backward(
             self.backend, self.window, self.policy, self.edges, self._fetch_for_backward, self._expects_step
         )
+        self.stepper = Stepper(config, self.backend, self.policy, self.edges)
         self.schedule = Schedule(self.sliding)
         self.is_detached = False
         self._bindings: list[Binding] = []
@@ -86,7 +77,6 @@ class Engine:
         self._records: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._hooks: list[RemovableHandle] = []
         self._forwards: list[UnitForward] = []
-        self._skips_in_a_row = 0
         self._usual_count = 1
         self._saw_microbatch = False
         self._install()
@@ -100,7 +90,11 @@ class Engine:
         binding = Binding(self, optimizer)
         self._bindings.append(binding)
         for unit in {record.unit for record, _ in binding.records()}:
-            self._prepare_states(unit, binding)
+            allocate_states(unit, binding.rule, self.memory, in_place=isinstance(self.policy, Immediate))
+        if binding.rule is not None:
+            for record, group in binding.records():
+                states = len(binding.rule.states_used(group))
+                warm_up(binding.rule, record.gradient_kind, record.weight_kind, self.config.update, states=states)
         for hook in self._bind_hooks:
             hook(self, binding)
 
@@ -125,62 +119,25 @@ class Engine:
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:
-        """``torch.nn.utils.clip_grad_norm_`` for managed parameters.
+        """``torch.nn.utils.clip_grad_norm_``; parameters of other models and other norms go the way of torch.
 
         Returns:
-            The total norm, 0-dim fp32 on the engine's device.
+            The total norm before clipping, 0-dim fp32 on the engine's device.
 
         Raises:
-            UnsupportedError: ``update: immediate`` and ``max_norm`` would clip.
+            UnsupportedError: under ``update: immediate``, unless ``max_norm`` is infinite (a mere measurement).
         """
         self.backward.finish_outside()
         tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if norm_type != 2.0 or not self.owns(tensors):
             return torch.nn.utils.clip_grad_norm_(tensors, max_norm, norm_type)
         records = [record for tensor in tensors if (record := self.record_of(tensor)) is not None]
-        if isinstance(self.policy, Immediate):
-            return self._norm_of_applied(records, max_norm)
-        for record in records:
-            if record.coefficient != ONE:
-                self._apply_coefficient(record)
-        self._measure({record.unit for record in records})
-        present = [record for record in records if record.has_gradient]
-        norm = total_norm(present)
-        if not math.isinf(max_norm):
-            clip_to(present, norm, float(max_norm))
-        return as_tensor(norm, self.device)
+        return self.stepper.clip(records, float(max_norm))
 
     def step(self, binding: Binding) -> None:
         """``optimizer.step()`` of a bound optimizer."""
         self.backward.finish_outside()
-        binding.assign()
-        binding.was_skipped = False
-        records = [record for record, _ in binding.records()]
-        units = {record.unit for record in records}
-        for unit in units:
-            if unit.is_edge:
-                self.edges.copy_gradient(unit, is_last=False)
-        if isinstance(self.policy, Immediate):
-            self._confirm(records)
-        present = [record for record in records if record.has_gradient]
-        foreign = binding.foreign()
-        if self._is_finite(present):
-            self._skips_in_a_row = 0
-            if binding.rule is None:
-                self._step_whole(binding, present)
-            else:
-                self.policy.step(present, [binding.entry(record, record.coefficient) for record in present])
-            if isinstance(self.policy, RedoLog):
-                self.policy.is_clipping = any(record.coefficient != ONE for record in present)
-            if foreign and binding.rule is not None:
-                binding.run_on(foreign)
-            for unit in {record.unit for record in present if record.unit.is_edge}:
-                if isinstance(self.policy, Immediate):
-                    self.edges.consumed(unit)
-                else:
-                    self.edges.send_weights(unit)
-        else:
-            self._skip(binding)
+        self.stepper.step(binding)
         self._usual_count, self.backward.count = max(1, self.backward.count), 0
         self._fetch_first()
 
@@ -201,13 +158,13 @@ class Engine:
 
     def master_of(self, record: ParamRecord) -> torch.Tensor | None:
         """A copy of the fp32 master of a settled parameter; None where the parameter itself is the master."""
-        if record.spec.dtype == torch.float32:
-            return None
-        return self.policy.master_of(record)
+        return master_of(record)
 
     def load_state(self, record: ParamRecord, state: Mapping[str, Any]) -> None:
         """Take over step count, moments and master of a settled parameter; what is missing starts at zero."""
-        self.policy.load_state(record, state)
+        binding, group = record.binding, record.group
+        names = binding.rule.states_used(group) if binding is not None and binding.rule and group is not None else ()
+        load_states(record, state, names)
 
     def report(self) -> EngineReport:
         """Memory, waits and counters so far."""
@@ -271,7 +228,7 @@ class Engine:
             self.leave(visit.unit)
 
     def is_wide(self, unit: Unit) -> bool:
-        """Whether the forward runs outside autocast although the unit's working weights are narrower than the user's."""
+        """Whether the forward runs outside autocast although working weights are narrower than the user's."""
         if torch.is_autocast_enabled(self.device.type):
             return False
         return any(record.shows_master for record in unit.records)
@@ -296,38 +253,6 @@ class Engine:
             if unit.module is not None:
                 self._forwards.append(UnitForward(self, unit, unit.module))
         self._hooks.append(self.model.register_forward_pre_hook(_own_checkpointing_off))
-
-    def _prepare_states(self, unit: Unit, binding: Binding) -> None:
-        rule = binding.rule
-        is_split = (
-            isinstance(self.policy, Immediate)
-            and rule is not None
-            and all(record.spec.working == record.spec.dtype == torch.bfloat16 for record in unit.trainable)
-        )
-        elements = unit.layout.state_elements
-        if is_split and "master" not in unit.states:
-            self._allocate(unit, "low", elements * 2)
-        elif not self._is_own_master(unit) and "master" not in unit.states:
-            self._allocate(unit, "master", elements * 4)
-            self.policy.arithmetic.initialise_masters(unit.trainable)
-        for name in rule.state_names if rule is not None else ():
-            self._allocate(unit, name, elements * 4)
-        if rule is None:
-            return
-        for record in unit.trainable:
-            group = record.group
-            states = len(rule.states_used(group)) if group is not None else len(rule.state_names)
-            warm_up(rule, record.gradient_kind, record.weight_kind, self.config.update, states=states)
-
-    def _is_own_master(self, unit: Unit) -> bool:
-        # immediate: fp32 working weights are updated in place
-        return isinstance(self.policy, Immediate) and all(
-            record.spec.working == torch.float32 for record in unit.trainable
-        )
-
-    def _allocate(self, unit: Unit, name: str, nbytes: int) -> None:
-        if name not in unit.states:
-            unit.states[name] = self.memory.allocate(f"{name} of {unit.name}", nbytes, dma=False)
 
     def _fetch(self, unit: Unit) -> None:
         if unit.leases:
@@ -362,85 +287,6 @@ class Engine:
             return False
         return self._saw_microbatch or self.backward.count >= self._usual_count
 
-    def _measure(self, units: Iterable[Unit]) -> None:
-        for unit in units:
-            if unit.is_edge:
-                self.edges.copy_gradient(unit, is_last=False)
-            self.policy.measure(unit)
-        for unit in units:
-            self.backend.synchronize("host waits for norm", unit.measured)
-
-    def _apply_coefficient(self, record: ParamRecord) -> None:
-        if record.unit.is_edge:
-            self.edges.apply_coefficient(record)
-        else:
-            self.policy.apply_coefficients(record.unit)
-
-    def _is_finite(self, records: Sequence[ParamRecord]) -> bool:
-        if self.config.nonfinite == "as_plain":
-            return True
-        self._measure({record.unit for record in records})
-        bad = [r.name for r in records if r.square_sum is None or not math.isfinite(r.square_sum)]
-        if bad and self.config.nonfinite == "raise":
-            raise SlideFormerError(
-                f"Non-finite gradients in {len(bad)} parameters, first {bad[0]}; no weight was changed by this step.",
-                remedy="look for the cause there, or set nonfinite: skip",
-            )
-        return not bad
-
-    def _skip(self, binding: Binding) -> None:
-        binding.was_skipped = True
-        self.skipped += 1
-        self._skips_in_a_row += 1
-        logger.warning("SlideFormer: step dropped, its gradients are not finite (%d so far).", self.skipped)
-        if self._skips_in_a_row >= MOST_SKIPS:
-            raise SlideFormerError(
-                f"{MOST_SKIPS} steps in a row had non-finite gradients and were dropped.",
-                remedy="lower the learning rate, check the data, or set nonfinite: as_plain",
-            )
-
-    def _step_whole(self, binding: Binding, records: Sequence[ParamRecord]) -> None:
-        """Run an optimizer without a fused rule as itself, on fp32 master views."""
-        units = {record.unit for record in records}
-        for unit in units:
-            self.policy.apply_coefficients(unit)
-            self.policy.settle(unit)
-            self.backend.synchronize("host waits for gradient", unit.gradient.filled if unit.gradient else None)
-            self.backend.synchronize("host waits for norm", unit.measured)
-        with as_masters(records):
-            binding.run_on(binding.foreign() + [record.parameter for record in records])
-        for unit in units:
-            self.policy.adopt(unit)
-
-    def _confirm(self, records: Sequence[ParamRecord]) -> None:
-        if not isinstance(self.policy, Immediate):
-            return
-        applied = [record for record in records if id(record) in self.policy.applied]
-        self.policy.confirm(records)
-        if self.config.nonfinite == "as_plain" or not applied:
-            return
-        for unit in {record.unit for record in applied}:
-            self.backend.synchronize("host waits for norm", unit.measured)
-        bad = [r.name for r in applied if r.square_sum is not None and not math.isfinite(r.square_sum)]
-        if bad:
-            raise SlideFormerError(
-                f"Non-finite gradients in {len(bad)} parameters, first {bad[0]}. update: immediate had already applied"
-                " them.",
-                remedy="restore a checkpoint and set update: exact, which can drop such a step",
-            )
-
-    def _norm_of_applied(self, records: Sequence[ParamRecord], max_norm: float) -> torch.Tensor:
-        if not math.isinf(max_norm):
-            state = "The gradients of this step have been applied already." if self.policy.applied else ""  # type: ignore[union-attr]  # Immediate here
-            raise UnsupportedError(
-                f"update: immediate updates weights as gradients arrive and cannot clip by norm. {state}".strip(),
-                remedy="set update: exact (same speed when clipping is rarely active), or max_grad_norm to 0",
-            )
-        for unit in {record.unit for record in records}:
-            self.policy.measure(unit)
-            self.backend.synchronize("host waits for norm", unit.measured)
-        return as_tensor(total_norm(records), self.device)
-
     def _release_parameter(self, record: ParamRecord) -> None:
         parameter = record.parameter
         gradient = parameter.grad
@@ -456,7 +302,9 @@ class Engine:
 class _Accumulated:
     """Post-accumulate hook of one parameter."""
 
-    def __init__(self, begin: Callable[[], None], accumulated: Callable[[ParamRecord], None], record: ParamRecord) -> None:
+    def __init__(
+        self, begin: Callable[[], None], accumulated: Callable[[ParamRecord], None], record: ParamRecord
+    ) -> None:
         self._begin = begin
         self._accumulated = accumulated
         self._record = record
@@ -469,5 +317,7 @@ class _Accumulated:
 def _own_checkpointing_off(model: nn.Module, args: object) -> None:
     """Units are recomputed by the engine; Hugging Face's own checkpointing around them would recompute twice."""
     for module in model.modules():
-        if module.__dict__.get("gradient_checkpointing") and isinstance(getattr(module.forward, "__func__", None), UnitForward):
+        if module.__dict__.get("gradient_checkpointing") and isinstance(
+            getattr(module.forward, "__func__", None), UnitForward
+        ):
             module.__dict__["gradient_checkpointing"] = False

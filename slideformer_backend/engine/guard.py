@@ -13,24 +13,25 @@ from typing import Any, Protocol
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-_METADATA_PROPERTIES = (
-    "shape dtype device layout ndim requires_grad is_leaf grad_fn names is_cuda is_cpu is_sparse is_quantized is_meta"
-    " is_nested itemsize nbytes output_nr retains_grad _version _backward_hooks"
-).split()
-_METADATA_METHODS = (
-    "size dim numel nelement stride element_size is_floating_point is_complex is_contiguous get_device is_pinned"
-    " register_hook register_post_accumulate_grad_hook requires_grad_ __len__ __hash__"
-).split()
+_METADATA_PROPERTIES = """
+    shape dtype device layout ndim requires_grad is_leaf grad_fn names is_cuda is_cpu is_sparse is_quantized is_meta
+    is_nested itemsize nbytes output_nr retains_grad _version _backward_hooks
+"""
+_METADATA_METHODS = """
+    size dim numel nelement stride element_size is_floating_point is_complex is_contiguous get_device is_pinned
+    register_hook register_post_accumulate_grad_hook requires_grad_ __len__ __hash__
+"""
+_SLOTS: dict[str, Any] = {name: getattr(torch.Tensor, name, None) for name in dir(torch.Tensor)}
 _METADATA = frozenset(
-    [getattr(torch.Tensor, name).__get__ for name in _METADATA_PROPERTIES if hasattr(torch.Tensor, name)]
-    + [getattr(torch.Tensor, name) for name in _METADATA_METHODS]
-    + [torch.Tensor.requires_grad.__set__, torch.Tensor._backward_hooks.__set__]
+    [_SLOTS[name].__get__ for name in _METADATA_PROPERTIES.split() if name in _SLOTS]
+    + [_SLOTS[name] for name in _METADATA_METHODS.split()]
+    + [_SLOTS["requires_grad"].__set__, _SLOTS["_backward_hooks"].__set__]
     + [torch.is_floating_point, torch.is_complex, torch.numel]
 )
-_GRAD_GET = torch.Tensor.grad.__get__
-_GRAD_SET = torch.Tensor.grad.__set__
-_GRAD_DELETE = torch.Tensor.grad.__delete__
-_DATA_SET = torch.Tensor.data.__set__
+_GRAD_GET = _SLOTS["grad"].__get__
+_GRAD_SET = _SLOTS["grad"].__set__
+_GRAD_DELETE = _SLOTS["grad"].__delete__
+_DATA_SET = _SLOTS["data"].__set__
 _HANDS_OUT = frozenset(
     {"data_ptr", "untyped_storage", "storage", "_typed_storage", "numpy", "__array__", "__dlpack__", "share_memory_"}
 )
@@ -152,7 +153,7 @@ def _property_access(func: Callable[..., Any], args: Sequence[Any]) -> Callable[
     access = access_of(args[0])
     if access is None:
         return None
-    if func is _GRAD_GET or func == _GRAD_GET:
+    if func == _GRAD_GET:
         return access.get_grad
     if func == _GRAD_SET:
         return functools.partial(access.set_grad, args[1])

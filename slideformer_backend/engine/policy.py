@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from ..storage import HostMemory, Tracked
-from ..transfer import Backend, GradientBuffer, GradientPool, Ticket
+from ..transfer import Backend, GradientBuffer, GradientPool, Ticket, copy
 from .arithmetic import Arithmetic
 from .guard import plain
 from .unit import ONE, Entry, ParamRecord, Unit, Weights
@@ -93,8 +93,11 @@ class UpdatePolicy(abc.ABC):
         ticket = self.backend.update.submit(
             f"release of a gradient buffer of {unit.name}",
             release,
-            after={"release after norm": unit.measured, "release after gradient filled": buffer.filled,
-                   "release after gradient sent": buffer.sent},
+            after={
+                "release after norm": unit.measured,
+                "release after gradient filled": buffer.filled,
+                "release after gradient sent": buffer.sent,
+            },
             writes=(slab,) if spoils else (),
         )
         self._pool(unit).give(buffer, ticket)
@@ -175,6 +178,7 @@ class UpdatePolicy(abc.ABC):
 
     def remember(self, record: ParamRecord) -> None:
         """User code is about to write ``record``, or to get hold of its memory; it is idle now."""
+        return
 
     def expose(self, record: ParamRecord) -> None:
         """User code wrote ``record``, or got hold of its memory."""
@@ -182,6 +186,7 @@ class UpdatePolicy(abc.ABC):
 
     def check_backward(self) -> None:
         """Called before a backward changes anything."""
+        return
 
     def absorb(self, unit: Unit) -> None:
         """Take over what user code may have written into parameters of ``unit`` since their last use."""
@@ -207,13 +212,11 @@ class UpdatePolicy(abc.ABC):
 
     def pull(self, unit: Unit) -> Ticket:
         """Bring the resident parameters of an edge unit to its host working weights."""
-        pairs = [
-            (record.weight_view(unit.weights.flat), plain(record.parameter).detach()) for record in unit.records
-        ]
+        pairs = [(record.weight_view(unit.weights.flat), plain(record.parameter).detach()) for record in unit.records]
 
         def run() -> None:
             for target, source in pairs:
-                target.copy_(source, non_blocking=True)
+                copy(target, source)
 
         unit.pulled = self.backend.d2h.submit(
             f"weights of {unit.name} to the host",

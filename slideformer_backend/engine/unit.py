@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -20,12 +20,13 @@ from ..transfer import GradientBuffer, Ticket
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from .binding import Binding
     from .backward import Visit
+    from .binding import Binding
     from .window import GradientSlot, WeightSlot
 
 ONE = np.float32(1.0)
-KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+Kind = Literal["bf16", "fp16", "fp32"]
+KINDS: dict[torch.dtype, Kind] = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 class Where(Enum):
@@ -82,7 +83,7 @@ class ParamRecord:
     square_sum: float | None = None
     steps: int = 0
     binding: Binding | None = None
-    group: dict[str, object] | None = None
+    group: dict[str, Any] | None = None
     entry: Entry | None = None
     predicted: Entry | None = None
     is_exposed: bool = False
@@ -93,12 +94,12 @@ class ParamRecord:
         return self.spec.shape.numel()
 
     @property
-    def gradient_kind(self) -> str:
+    def gradient_kind(self) -> Kind:
         """The kernels' name of the gradient's dtype."""
         return KINDS[self.spec.dtype]
 
     @property
-    def weight_kind(self) -> str:
+    def weight_kind(self) -> Kind:
         """The kernels' name of the working dtype."""
         return KINDS[self.spec.working]
 
@@ -107,7 +108,7 @@ class ParamRecord:
         """Whether the tensor shown outside the window is the fp32 master and not the working weight."""
         return self.spec.working != self.spec.dtype
 
-    def weight_array(self) -> NDArray[np.generic]:
+    def weight_array(self) -> NDArray[Any]:
         """The host working weights, flat."""
         return numpy_view(self.unit.weights.view(self.spec.working, self.place.weight, self.numel))
 

@@ -34,11 +34,11 @@ def as_masters(records: Sequence[ParamRecord]) -> Iterator[None]:
             parameter.grad = gradient.float()
         yield
     finally:
-        for record, data, gradient in kept:
+        for record, data, device_held in kept:
             parameter = record.parameter
             parameter.grad = None
             parameter.data = data
-            parameter.grad = gradient
+            parameter.grad = device_held
             parameter.__class__ = record.guarded_class
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 
 from ..errors import StateError
 from ..plan import size_classes
 from ..storage import Tracked
-from ..transfer import Backend, Ticket
+from ..transfer import Backend, Ticket, copy
 from .unit import Unit, Weights, Where
 
 
@@ -57,7 +58,9 @@ class Window:
         self.depth = depth
         sliding = list(units)
         self._weight_class = size_classes(unit.layout.weight_bytes for unit in sliding)
-        self._gradient_class = size_classes(unit.layout.gradient_bytes for unit in sliding if unit.layout.gradient_bytes)
+        self._gradient_class = size_classes(
+            unit.layout.gradient_bytes for unit in sliding if unit.layout.gradient_bytes
+        )
         self._weight_slots: dict[int, list[WeightSlot]] = {size: [] for size in set(self._weight_class.values())}
         self._gradient_slots: dict[int, list[GradientSlot]] = {size: [] for size in set(self._gradient_class.values())}
         self._turn = itertools.count(1)
@@ -98,7 +101,7 @@ class Window:
         source, target = unit.weights.flat, slot.flat[:size]
         slot.loaded = unit.sent = self.backend.h2d.submit(
             f"weights of {unit.name} to the device",
-            lambda: target.copy_(source, non_blocking=True),
+            partial(copy, target, source),
             after={"h2d after slot released": slot.released, "h2d after weights updated": unit.updated},
             reads=(unit.weights,),
             writes=(slot,),

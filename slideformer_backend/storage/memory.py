@@ -74,7 +74,7 @@ class HostMemory:
         if not self._warned:
             self._warned = True
             logger.warning(
-                "SlideFormer: pinning %d bytes of host memory for %s failed (CUDA error %d) with %d bytes pinned so far;"
+                "SlideFormer: pinning %d bytes of host memory for %s failed (CUDA error %d), %d bytes are pinned;"
                 " going on with pageable memory, which is slower. Raise the locked-memory limit (`ulimit -l`, the"
                 " container's or WSL's memory setting) to avoid this.",
                 flat.numel(),

@@ -1,9 +1,20 @@
 """Asynchronous operations: lanes (FIFO queues of work), tickets (their results) and the monitor that checks them."""
 
 from .backend import Backend, CpuBackend, CudaBackend, backend_for
-from .lane import Lane
+from .lane import Lane, copy
 from .monitor import Monitor
 from .pool import GradientBuffer, GradientPool
 from .ticket import Ticket
 
-__all__ = ["Backend", "CpuBackend", "CudaBackend", "GradientBuffer", "GradientPool", "Lane", "Monitor", "Ticket", "backend_for"]
+__all__ = [
+    "Backend",
+    "CpuBackend",
+    "CudaBackend",
+    "GradientBuffer",
+    "GradientPool",
+    "Lane",
+    "Monitor",
+    "Ticket",
+    "backend_for",
+    "copy",
+]

@@ -1,0 +1,96 @@
+"""Optimizer states of a unit on the host: allocation, and values in and out for checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..optim import numba_kernels as kernels
+from ..optim.rules import Rule
+from ..storage import HostMemory
+from .arithmetic import low_array
+from .unit import ParamRecord, Unit, Weights
+
+MASTER = "master"
+LOW = "low"
+
+
+def allocate_states(unit: Unit, rule: Rule | None, memory: HostMemory, *, in_place: bool) -> None:
+    """Allocate masters and moments of ``unit`` for updates by ``rule`` (None: an optimizer that runs as itself).
+
+    Args:
+        unit: settled.
+        rule: names the moments.
+        memory: the allocator.
+        in_place: working weights are updated in place (``immediate``): bf16 weights then are the high half of a split
+            master, fp32 weights their own master.
+    """
+    trainable = unit.trainable
+    elements = unit.layout.state_elements
+    kinds = {(record.spec.working, record.spec.dtype) for record in trainable}
+    if in_place and rule is not None and kinds == {(torch.bfloat16, torch.bfloat16)} and MASTER not in unit.states:
+        if LOW not in unit.states:
+            unit.states[LOW] = memory.allocate(f"low master halves of {unit.name}", elements * 2, dma=False)
+            for record in trainable:
+                _split_exact(record)
+    elif MASTER not in unit.states and not (in_place and kinds == {(torch.float32, torch.float32)}):
+        unit.states[MASTER] = memory.allocate(f"master of {unit.name}", elements * 4, dma=False)
+        for record in trainable:
+            kernels.widen(record.weight_array(), record.weight_kind, record.state_array(MASTER))
+    for name in rule.state_names if rule is not None else ():
+        if name not in unit.states:
+            unit.states[name] = memory.allocate(f"{name} of {unit.name}", elements * 4, dma=False)
+
+
+def master_of(record: ParamRecord) -> torch.Tensor | None:
+    """A copy of the fp32 master of a settled parameter; None where the shown parameter itself is the master."""
+    if record.spec.dtype == torch.float32 or not record.spec.is_trainable:
+        return None
+    out = np.empty(record.numel, np.float32)
+    if LOW in record.unit.states:
+        kernels.join(record.weight_array(), low_array(record), out)
+    elif MASTER in record.unit.states:
+        out[:] = record.state_array(MASTER)
+    else:
+        return None
+    return torch.from_numpy(out).view(record.spec.shape)
+
+
+def load_states(record: ParamRecord, state: Mapping[str, Any], names: tuple[str, ...]) -> None:
+    """Take over step count, moments and master of a settled parameter; what is missing starts at zero.
+
+    A saved master counts where it rounds to the weight that is loaded now; elsewhere the weight does, as in torch,
+    where loading an optimizer never changes a parameter.
+    """
+    unit = record.unit
+    record.steps = int(state["step"]) if "step" in state else int(any(state.get(name) is not None for name in names))
+    for name in names:
+        value = state.get(name)
+        target = unit.states[name].view(torch.float32, record.place.state * 4, record.numel)
+        if value is None:
+            target.zero_()
+        else:
+            target.copy_(value.detach().reshape(-1))
+    master = state.get(MASTER)
+    if master is None:
+        return
+    flat = np.ascontiguousarray(master.detach().to("cpu", torch.float32).reshape(-1).numpy())
+    if LOW in unit.states:
+        weights = record.weight_array()
+        high = np.empty_like(weights)
+        kernels.split(flat, high, low_array(record))
+        kernels.reconcile_split(high, weights, low_array(record))
+    elif MASTER in unit.states:
+        record.state_array(MASTER)[:] = flat
+        kernels.reconcile(record.state_array(MASTER), record.weight_array(), record.weight_kind)
+        unit.weights_are = Weights.CURRENT
+
+
+def _split_exact(record: ParamRecord) -> None:
+    weights = record.weight_array()
+    wide = np.empty(record.numel, np.float32)
+    kernels.widen(weights, record.weight_kind, wide)
+    kernels.split(wide, weights, low_array(record))
