@@ -8,6 +8,10 @@ from types import ModuleType
 from slideformer_backend._imports import finder
 from slideformer_backend.integrations.patches import Patch, registry
 
+# A script that trains with SlideFormer imports one of these before it makes a model. By then torch is complete, which
+# it is not when it calls our entry point.
+_BEFORE_MODELS = ("accelerate.accelerator", "transformers.modeling_utils")
+
 
 def install() -> None:
     """Registers all patches with the import hook. Idempotent.
@@ -16,7 +20,7 @@ def install() -> None:
     still taught to accept the plugin, and nothing else: the script runs, without SlideFormer.
     """
     from slideformer_backend.integrations import accelerate_, launch, questionnaire, transformers_
-    from slideformer_backend.integrations.session import disabled, session
+    from slideformer_backend.integrations.session import disabled
 
     found = accelerate_.patches()
     if not disabled(os.environ):
@@ -24,16 +28,21 @@ def install() -> None:
     finder.install()
     for patch in found:
         wait_for(patch)
-    if session.is_active():
-        keep_off_gpu()
+    for name in _BEFORE_MODELS:
+        if name not in registry.waiting:
+            registry.waiting.add(name)
+            finder.register(name, lambda module: keep_off_gpu())
 
 
 def keep_off_gpu() -> None:
-    """Puts off moves of models to the GPU. Apart, because this changes torch: only when SlideFormer is asked for."""
-    from slideformer_backend.integrations import placement
+    """Puts off moves of models to the GPU. This changes torch itself, so only when SlideFormer is asked for."""
+    from slideformer_backend.integrations.session import session
 
-    for patch in placement.patches():
-        wait_for(patch)
+    if session.is_active():
+        from slideformer_backend.integrations import placement
+
+        for patch in placement.patches():
+            wait_for(patch)
 
 
 def wait_for(patch: Patch) -> None:

@@ -25,6 +25,7 @@ class EngineReport:
         waits: seconds the training threads were blocked, by what they waited for.
         repairs: speculative updates that had to be computed again, in units.
         skipped: steps dropped because of non-finite gradients.
+        busy: seconds the host threads of the lanes have worked.
     """
 
     parameters: int
@@ -36,6 +37,7 @@ class EngineReport:
     repairs: int
     skipped: int
     waits: dict[str, float] = field(default_factory=dict)
+    busy: dict[str, float] = field(default_factory=dict)
 
     @property
     def host_bytes_per_parameter(self) -> float:
@@ -56,4 +58,5 @@ def make_report(engine: Engine) -> EngineReport:
         repairs=engine.policy.repairs,
         skipped=engine.stepper.skipped,
         waits=dict(engine.backend.waited),
+        busy=engine.backend.busy(),
     )

@@ -34,11 +34,11 @@ def total_norm(partials: Iterable[NDArray[np.float64]]) -> float:
 
 
 def clip_coefficient(norm: float, max_norm: float) -> np.float32:
-    """What torch's ``clip_grad_norm_`` multiplies gradients with for an fp32 total norm: min(1, max_norm / (norm + 1e-6)).
+    """What torch's ``clip_grad_norm_`` multiplies gradients with: min(1, max_norm / (norm + 1e-6)), for an fp32 norm.
 
     Computed in fp32 with torch's operations (it divides by multiplying with the reciprocal). NaN if the norm is NaN, as
     in torch; 0 if the norm is inf, and then 0·inf is NaN: whether such a step is taken is not decided here.
     """
     with np.errstate(all="ignore"):
-        ratio = float(np.float32(1.0) / (np.float32(norm) + np.float32(1e-6)) * np.float32(max_norm))
-    return np.float32(1.0 if ratio > 1.0 else ratio)
+        ratio: np.float32 = np.float32(1.0) / (np.float32(norm) + np.float32(1e-6)) * np.float32(max_norm)
+    return np.float32(1.0) if float(ratio) > 1.0 else ratio

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
-import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import njit, types
 from numba.extending import intrinsic
@@ -139,12 +138,13 @@ def _sign(b: LLVM, x: LLVM) -> LLVM:
     return b.select(b.fcmp_ordered(">", x, zero), _F32(1.0), negative)
 
 
+def _sqrt(b: LLVM, x: LLVM) -> LLVM:
+    """The instruction, correctly rounded; numba's own ends in a library call for the last elements."""
+    return b.call(b.module.declare_intrinsic("llvm.sqrt", [_F32]), [x])
+
+
 def _select(flag: Numba, a: Numba, b: Numba) -> Numba:
     return a if flag else b
-
-
-def _sqrt(x: Numba) -> Numba:
-    return np.sqrt(x)
 
 
 def _identity(x: Numba) -> Numba:
@@ -154,7 +154,7 @@ def _identity(x: Numba) -> Numba:
 fma: Numba = intrinsic(_fma)
 OPERATIONS = Operations(
     fma=fma,
-    sqrt=njit(**OPTIONS)(_sqrt),
+    sqrt=_primitive(types.float32, (types.float32,), _sqrt),
     select=njit(**OPTIONS)(_select),
     sign=_primitive(types.float32, (types.float32,), _sign),
 )

@@ -51,6 +51,9 @@ class Backend(Protocol):
     def touch_host(self, what: str, *, reads: tuple[Tracked, ...] = (), writes: tuple[Tracked, ...] = ()) -> None:
         """Tell the monitor that the training thread accesses these host buffers."""
 
+    def busy(self) -> dict[str, float]:
+        """Seconds that each lane's thread has worked."""
+
     def close(self) -> None:
         """Finish and end all lanes."""
 
@@ -78,6 +81,9 @@ class _BackendBase:
     def touch(self, what: str, *, reads: tuple[Tracked, ...] = (), writes: tuple[Tracked, ...] = ()) -> None:
         if self.monitor is not None:
             self.monitor.access(COMPUTE, what, reads, writes)
+
+    def busy(self) -> dict[str, float]:
+        return {lane.name: lane.busy_seconds for lane in (self.h2d, self.d2h, self.norms, self.update)}
 
     def touch_host(self, what: str, *, reads: tuple[Tracked, ...] = (), writes: tuple[Tracked, ...] = ()) -> None:
         if self.monitor is not None:

@@ -6,6 +6,7 @@ import collections
 import os
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -114,6 +115,7 @@ class Lane:
                     self._follow(wait_name, ticket)
             if self.monitor is not None:
                 self.monitor.access(self.name, job.ticket.name, job.reads, job.writes)
+            start = time.perf_counter()
             if self.stream is None:
                 job.run()
             else:
@@ -121,6 +123,7 @@ class Lane:
                     job.run()
                     event = torch.cuda.Event(blocking=True)
                     event.record(self.stream)
+            self.busy_seconds += time.perf_counter() - start
         except BaseException as error:  # the ticket carries it to whoever waits
             job.ticket.issue(error=error)
             return

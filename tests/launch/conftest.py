@@ -145,7 +145,7 @@ def fake_api(clean):
 def active(clean):
     """SlideFormer asked for by the launcher."""
     clean.setenv("ACCELERATE_USE_SLIDEFORMER", "true")
-    hooks.install()
+    hooks.keep_off_gpu()
     return clean
 
 
