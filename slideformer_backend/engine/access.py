@@ -38,7 +38,8 @@ class ParameterAccess:
         if writes:
             engine.backend.synchronize("host waits for weights sent", unit.sent)
             policy.remember(record)
-        engine.backend.touch_host(f"user's access to {record.name}", reads=(unit.weights,))
+        shown = (unit.states["master"] if record.shows_master and "master" in unit.states else unit.weights,)
+        engine.backend.touch_host(f"user's access to {record.name}", reads=shown, writes=shown if writes else ())
 
     def after(self, aliased: bool) -> None:
         engine = self._alive()
@@ -115,7 +116,7 @@ class GradientAccess:
             engine.policy.apply_coefficients(unit)
             if writes:
                 self._claim(engine)
-        self._wait(engine)
+        self._wait(engine, writes)
 
     def after(self, aliased: bool) -> None:
         engine = self._engine()
@@ -128,7 +129,7 @@ class GradientAccess:
             self._claim(engine)
             for record in unit.with_gradient:
                 record.square_sum = None
-        self._wait(engine)
+        self._wait(engine, True)
 
     def get_grad(self) -> torch.Tensor | None:
         return None
@@ -148,12 +149,15 @@ class GradientAccess:
             engine.policy.commit(unit)
         engine.policy.void(unit)
 
-    def _wait(self, engine: Engine) -> None:
-        unit = self._record.unit
+    def _wait(self, engine: Engine, writes: bool) -> None:
+        unit, slab = self._record.unit, (self._buffer.slab,)
         engine.backend.synchronize("host waits for gradient", self._buffer.filled)
         engine.backend.synchronize("host waits for update", unit.updated)
-        engine.backend.synchronize("host waits for norm", unit.measured)
-        engine.backend.touch_host(f"user's access to a gradient of {unit.name}", reads=(self._buffer.slab,))
+        if writes:
+            engine.backend.synchronize("host waits for norm", unit.measured)
+            engine.backend.synchronize("host waits for gradient sent", self._buffer.sent)
+        what = f"user's access to a gradient of {unit.name}"
+        engine.backend.touch_host(what, reads=slab, writes=slab if writes else ())
 
 
 class EdgeAccess:
@@ -166,11 +170,18 @@ class EdgeAccess:
     def before(self, writes: bool) -> None:
         engine = self._engine()
         if engine is not None:
-            engine.backend.order("compute after weights refreshed", self._record.unit.refreshed)
+            unit = self._record.unit
+            engine.backend.order("compute after weights refreshed", unit.refreshed)
+            if writes:
+                engine.backend.order("compute after weights pulled", unit.pulled)
+            resident = (unit.resident,)
+            engine.backend.touch(f"use of {self._record.name}", reads=resident, writes=resident if writes else ())
 
     def after(self, aliased: bool) -> None:
         engine = self._engine()
         if engine is not None:
+            if aliased:
+                engine.backend.order("compute after weights pulled", self._record.unit.pulled)
             engine.policy.expose(self._record)
 
     def get_grad(self) -> torch.Tensor | None:
@@ -179,6 +190,7 @@ class EdgeAccess:
             engine.backward.finish_outside()
             engine.edges.apply_coefficient(self._record)
             engine.edges.outdate(self._record)
+            engine.edges.before_write(self._record.unit)
         return device_gradient(self._record)
 
     def set_grad(self, value: torch.Tensor | None) -> None:

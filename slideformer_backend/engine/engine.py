@@ -241,6 +241,8 @@ class Engine:
                 parameter = record.parameter
                 self._records[parameter] = record
                 if record.spec.is_trainable:
+                    if unit.is_edge:
+                        self._hooks.append(parameter.register_hook(_BeforeAccumulation(self.edges, record)))
                     accumulated = self.edges.accumulated if unit.is_edge else self.backward.accumulated
                     self._hooks.append(
                         parameter.register_post_accumulate_grad_hook(
@@ -297,6 +299,17 @@ class Engine:
             parameter.data = parameter.data.to("cpu", copy=True)
             if gradient is not None:
                 parameter.grad = gradient.detach().to("cpu", copy=True)
+
+
+class _BeforeAccumulation:
+    """Tensor hook of one edge parameter; runs before autograd adds to its gradient."""
+
+    def __init__(self, edges: Edges, record: ParamRecord) -> None:
+        self._edges = edges
+        self._record = record
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        self._edges.before_accumulation(self._record)
 
 
 class _Accumulated:

@@ -15,7 +15,7 @@ from ..storage import HostMemory, Tracked
 from ..transfer import Backend, GradientBuffer, GradientPool, Ticket, copy
 from .arithmetic import Arithmetic
 from .guard import plain
-from .unit import ONE, SquareSum, Entry, ParamRecord, Unit, Weights
+from .unit import ONE, Entry, ParamRecord, SquareSum, Unit, Weights
 from .window import Window
 
 
@@ -138,8 +138,9 @@ class UpdatePolicy(abc.ABC):
         unit.measured = self.backend.norms.submit(
             f"norm of {unit.name}",
             run,
-            after={"norm after gradient filled": buffer.filled, "norm after gradient scaled": unit.updated},
+            after={"norm after gradient filled": buffer.filled, "norm after after scaled": unit.updated},
             reads=(buffer.slab,),
+            writes=(unit.norms,),
         )
 
     def apply_coefficients(self, unit: Unit) -> None:
@@ -233,6 +234,7 @@ class UpdatePolicy(abc.ABC):
                 "pull after update": unit.updated,
                 "pull after weights sent": unit.sent,
             },
+            reads=(unit.resident,),
             writes=(unit.weights,),
             keep=pairs,
         )
