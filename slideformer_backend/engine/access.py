@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import StateError
+from ..storage import Slab
 from ..transfer import GradientBuffer
 from .edges import device_gradient, set_device_gradient
 from .guard import guard, guarded_class, plain
@@ -38,7 +39,7 @@ class ParameterAccess:
         if writes:
             engine.backend.synchronize("host waits for weights sent", unit.sent)
             policy.remember(record)
-        shown = (unit.states["master"] if record.shows_master and "master" in unit.states else unit.weights,)
+        shown = (self._shown(),)
         engine.backend.touch_host(f"user's access to {record.name}", reads=shown, writes=shown if writes else ())
 
     def after(self, aliased: bool) -> None:
@@ -47,6 +48,7 @@ class ParameterAccess:
         if self._record.shows_master:
             engine.policy.commit(unit)
         engine.backend.synchronize("host waits for weights sent", unit.sent)
+        engine.backend.touch_host(f"user's alias of {self._record.name}", writes=(self._shown(),))
         engine.policy.remember(self._record)
         engine.policy.expose(self._record)
         unit.content += 1
@@ -90,6 +92,10 @@ class ParameterAccess:
         self.before(writes=True)
         record.host.copy_(plain_value(value))
         self.after(aliased=False)
+
+    def _shown(self) -> Slab:
+        states = self._record.unit.states
+        return states["master"] if self._record.shows_master and "master" in states else self._record.unit.weights
 
     def _alive(self) -> Engine:
         engine = self._engine()
@@ -181,7 +187,9 @@ class EdgeAccess:
         engine = self._engine()
         if engine is not None:
             if aliased:
-                engine.backend.order("compute after weights pulled", self._record.unit.pulled)
+                unit = self._record.unit
+                engine.backend.order("compute after weights pulled", unit.pulled)
+                engine.backend.touch(f"user's alias of {self._record.name}", writes=(unit.resident,))
             engine.policy.expose(self._record)
 
     def get_grad(self) -> torch.Tensor | None:

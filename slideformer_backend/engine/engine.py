@@ -292,6 +292,7 @@ class Engine:
     def _release_parameter(self, record: ParamRecord) -> None:
         parameter = record.parameter
         gradient = parameter.grad
+        self.backend.touch(f"release of {record.name}", reads=(record.unit.resident,))
         unguard(parameter)
         parameter.__class__ = record.own_class
         self._records.pop(parameter, None)

@@ -95,7 +95,6 @@ class UpdatePolicy(abc.ABC):
             release,
             after={
                 "release after norm": unit.measured,
-                "release after gradient filled": buffer.filled,
                 "release after gradient sent": buffer.sent,
             },
             writes=(slab,) if spoils else (),
@@ -138,7 +137,7 @@ class UpdatePolicy(abc.ABC):
         unit.measured = self.backend.norms.submit(
             f"norm of {unit.name}",
             run,
-            after={"norm after gradient filled": buffer.filled, "norm after after scaled": unit.updated},
+            after={"norm after gradient filled": buffer.filled, "norm after gradient scaled": unit.updated},
             reads=(buffer.slab,),
             writes=(unit.norms,),
         )
@@ -157,7 +156,7 @@ class UpdatePolicy(abc.ABC):
             unit,
             f"clip of {unit.name}",
             lambda: self.arithmetic.scale(records, coefficients, buffer.slab),
-            after={"clip after gradient filled": buffer.filled, "clip after norm": unit.measured},
+            after={},  # whoever recorded the clip has waited for the norm, and so for the gradient
             writes=(buffer.slab,),
         )
         for record in records:
@@ -204,7 +203,7 @@ class UpdatePolicy(abc.ABC):
         if not trainable:
             return
         self.commit(unit)
-        after = self.before_weights(unit)
+        after: dict[str, Ticket | None] = {}  # user code was let in after all transfers from the weights
         if unit.is_edge:
             after["reconcile after weights pulled"] = self.pull(unit)
             for record in unit.records:
@@ -232,7 +231,6 @@ class UpdatePolicy(abc.ABC):
             after={
                 "pull after compute": self.backend.mark("user's writes"),
                 "pull after update": unit.updated,
-                "pull after weights sent": unit.sent,
             },
             reads=(unit.resident,),
             writes=(unit.weights,),
@@ -248,6 +246,7 @@ class UpdatePolicy(abc.ABC):
             self.refresh(unit)
         self.backend.synchronize("host waits for update", unit.updated)
         self.backend.synchronize("host waits for weights sent", unit.sent)
+        self.backend.touch_host(f"settled {unit.name}", writes=(unit.weights, *unit.states.values()))
 
     # -- lane ------------------------------------------------------------------------------------------------------
 
