@@ -85,7 +85,7 @@ class Stepper:
         if isinstance(self._policy, RedoLog):
             self._policy.is_clipping = any(record.coefficient != ONE for record in present)
         for unit in {record.unit for record in present if record.unit.is_edge}:
-            if isinstance(self._policy, Immediate):
+            if unit.gradient is None:
                 self._edges.consumed(unit)
             else:
                 self._edges.send_weights(unit)
