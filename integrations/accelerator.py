@@ -23,6 +23,7 @@ from slideformer_backend.errors import ConfigError, UnsupportedError
 from slideformer_backend.integrations import hooks, placement
 from slideformer_backend.integrations import optimizer as optimizers
 from slideformer_backend.integrations.session import session
+from slideformer_backend.integrations.status import Status
 
 if TYPE_CHECKING:
     from slideformer_backend.api import Engine
@@ -36,6 +37,7 @@ class SlideFormerAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate i
     """What an ``Accelerator`` becomes when SlideFormer was asked for; see :func:`enable`."""
 
     slideformer_config: SlideFormerConfig
+    slideformer_status: Status
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:  # noqa: ANN401
         """Attaches engines to all modules first, so that the order of the arguments does not matter."""
@@ -70,10 +72,26 @@ class SlideFormerAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate i
         """A real ``AcceleratedOptimizer`` over the user's own object, whose step the engine makes."""
         # Bound first: with a gradient scaler, the wrapper remembers the step method that it finds.
         optimizers.bind(optimizer)
+        self.slideformer_status.watch_optimizer(optimizer)
         prepared = super().prepare_optimizer(optimizer, device_placement=False)
         if type(prepared) is AcceleratedOptimizer:
             prepared.__class__ = optimizers.SlideFormerOptimizer
         return prepared
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:  # noqa: ANN401
+        """As ever; the status line sees the loss."""
+        super().backward(loss, **kwargs)
+        self.slideformer_status.saw_loss(loss)
+
+    def init_trackers(
+        self,
+        project_name: str,
+        config: dict[str, Any] | None = None,
+        init_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """As ever; the status line is one more tracker."""
+        super().init_trackers(project_name, config, init_kwargs)
+        self.slideformer_status.join_trackers(self, config)
 
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2
@@ -111,6 +129,7 @@ class SlideFormerAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate i
             logger.info("SlideFormer drives %s (update: %s)", type(model).__name__, self.slideformer_config.update)
             state = self.gradient_state
             engine.last_microbatch = lambda: bool(state.sync_gradients)
+            self.slideformer_status.watch_model(model, engine)
         for prepared in self._optimizers:
             if optimizers.bind(prepared) and isinstance(prepared, optimizers.SlideFormerOptimizer):
                 prepared.follow_step()
@@ -199,6 +218,7 @@ def enable(accelerator: Accelerator, config: SlideFormerConfig) -> None:
     hooks.keep_off_gpu()
     accelerator.__class__ = _subclass(type(accelerator))
     accelerator.slideformer_config = config
+    accelerator.slideformer_status = Status(config)
 
 
 def _subclass(kind: type) -> type:

@@ -167,6 +167,11 @@ class SlideFormerConfig:
     pin_memory: bool | Literal["auto"] = _key(
         "auto", _or("auto", BOOLEAN), "whether host buffers that the GPU copies from and to are page-locked"
     )
+    status: Literal["off", "auto", "bar", "lines"] = _key(
+        "off",
+        one_of("off", "auto", "bar", "lines"),
+        "a live status: progress, loss, tokens/s, memory, who waits for whom; auto: a bar on a terminal, else lines",
+    )
     gpu_memory: int | Literal["auto"] = _key("auto", _or("auto", SIZE), "GPU memory to plan for", built=False)
     host_memory: int | Literal["auto"] = _key("auto", _or("auto", SIZE), "host memory to plan for", built=False)
     recompute: Literal["auto", "always", "never"] = _key(

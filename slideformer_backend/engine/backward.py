@@ -94,7 +94,6 @@ class Backward:
         self._task = task
         self.count += 1
         self._is_last = self._expects_step()
-        self.edges.before_backward()
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def open(self, visit: Visit) -> None:

@@ -80,30 +80,13 @@ class UnitForward:
                 run,
                 *args,
                 use_reentrant=False,
-                context_fn=lambda: (_Reusable(engine.window_open, visit), _Reusable(engine.window_reopen, visit)),
+                context_fn=lambda: (engine.window_open(visit), _Repeated(lambda: engine.window_reopen(visit))),
                 **kwargs,
             )
         for tensor in _tensors(output):
             if tensor.requires_grad:
                 tensor.register_hook(_OpenHook(backward.open, visit))
         return output
-
-
-class _Reusable:
-    """A context that may be entered again: a graph that is kept (``retain_graph``) is recomputed for each backward."""
-
-    def __init__(self, make: Callable[[Visit], contextlib.AbstractContextManager[None]], visit: Visit) -> None:
-        self._make = make
-        self._visit = visit
-        self._entered: list[contextlib.AbstractContextManager[None]] = []
-
-    def __enter__(self) -> None:
-        context = self._make(self._visit)
-        context.__enter__()
-        self._entered.append(context)
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._entered.pop().__exit__(*error)
 
 
 class _OpenHook:
@@ -115,6 +98,22 @@ class _OpenHook:
 
     def __call__(self, gradient: torch.Tensor) -> None:
         self._open(self._visit)
+
+
+class _Repeated(contextlib.AbstractContextManager[None]):
+    """A context entered anew each time: with ``retain_graph=True`` a graph is recomputed by every backward."""
+
+    def __init__(self, make: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        self._make = make
+        self._entered: list[contextlib.AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        context = self._make()
+        context.__enter__()
+        self._entered.append(context)
+
+    def __exit__(self, *exception: Any) -> bool | None:
+        return self._entered.pop().__exit__(*exception)
 
 
 class _Runner:

@@ -30,12 +30,6 @@ class Edges:
         """The device gradient of ``record`` is no longer what the host copy holds."""
         self._outdated.add(id(record))
 
-    def before_backward(self) -> None:
-        """Autograd is about to add to device gradients: recorded clips must be in them."""
-        for unit in self.units:
-            for record in unit.trainable:
-                self.apply_coefficient(record)
-
     def accumulated(self, record: ParamRecord) -> None:
         """Post-accumulate hook of an edge parameter."""
         gradient = device_gradient(record)
@@ -81,7 +75,7 @@ class Edges:
             keep=pairs,
         )
         for record in records:
-            record.has_gradient, record.square_sum = True, None
+            record.has_gradient, record.coefficient, record.square_sum = True, ONE, None
         self.policy.replace_gradient(unit, buffer)
         self.policy.measure(unit)
         self.policy.arrive(unit, is_last=is_last)
@@ -92,21 +86,29 @@ class Edges:
         if unit.gradient is None:
             for record in unit.trainable:
                 set_device_gradient(record, None)
-            self.send_weights(unit)
+            self.send_weights(unit, unit.trainable)
+
+    def clip(self, records: Sequence[ParamRecord]) -> None:
+        """Apply the clip just recorded to device gradients, as torch does: autograd may add to them before any hook of
+        ours runs. The host copies stay as they are; their log entries carry the coefficient."""
+        for record in records:
+            gradient = device_gradient(record)
+            if record.coefficient != ONE and gradient is not None:
+                with torch.no_grad():
+                    plain(gradient).mul_(torch.tensor(record.coefficient, device=gradient.device))
 
     def apply_coefficient(self, record: ParamRecord) -> None:
-        """Turn a recorded clip into a clipped device gradient."""
-        gradient = device_gradient(record)
-        if record.coefficient == ONE or gradient is None:
-            return
-        with torch.no_grad():
-            plain(gradient).mul_(torch.tensor(record.coefficient, device=gradient.device))
-        record.coefficient = ONE
-        self.outdate(record)
+        """Let the next host copy be that of the clipped device gradient."""
+        if record.coefficient != ONE:
+            record.coefficient = ONE
+            self.outdate(record)
 
-    def send_weights(self, unit: Unit) -> None:
-        """Copy updated working weights into the resident parameters, behind the update and all compute so far."""
-        pairs = [(plain(record.parameter), record.weight_view(unit.weights.flat)) for record in unit.trainable]
+    def send_weights(self, unit: Unit, records: Sequence[ParamRecord]) -> None:
+        """Copy updated working weights into resident parameters, behind the update and all compute so far.
+
+        Only ``records`` (of ``unit``) were stepped; the host weights of others may hold an unconfirmed prediction.
+        """
+        pairs = [(plain(record.parameter), record.weight_view(unit.weights.flat)) for record in records]
 
         def run() -> None:
             for target, source in pairs:

@@ -202,6 +202,9 @@ class UpdatePolicy(abc.ABC):
         after = self.before_weights(unit)
         if unit.is_edge:
             after["reconcile after weights pulled"] = self.pull(unit)
+            for record in unit.records:
+                record.predicted = None
+            unit.weights_are = Weights.CURRENT  # resident weights are those of the last step, whatever was predicted
         self.operate(
             unit,
             f"user's writes to {unit.name}",

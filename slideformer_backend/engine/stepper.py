@@ -59,6 +59,7 @@ class Stepper:
         norm = total_norm(present)
         if not math.isinf(max_norm):
             clip_to(present, norm, max_norm)
+            self._edges.clip([record for record in present if record.unit.is_edge])
         return as_tensor(norm, self._backend.device)
 
     def step(self, binding: Binding) -> None:
@@ -88,7 +89,7 @@ class Stepper:
             if unit.gradient is None:
                 self._edges.consumed(unit)
             else:
-                self._edges.send_weights(unit)
+                self._edges.send_weights(unit, [record for record in present if record.unit is unit])
 
     def measure(self, units: Iterable[Unit]) -> None:
         """The sums of squares of these units' gradients are known when this returns."""

@@ -32,12 +32,12 @@ class Case(NamedTuple):
     def copy(self) -> Case:
         return self._replace(p=self.p.copy(), states=tuple(s.copy() for s in self.states), w=self.w.copy())
 
-    def twin(self) -> Case:
+    def twin(self, device: str = "cpu") -> Case:
         return self._replace(
-            p=torch.from_numpy(self.p.copy()),
-            states=tuple(torch.from_numpy(s.copy()) for s in self.states),
-            g=as_tensor(self.g, self.g_kind),
-            w=as_tensor(self.w, self.w_kind),
+            p=torch.from_numpy(self.p.copy()).to(device),
+            states=tuple(torch.from_numpy(s.copy()).to(device) for s in self.states),
+            g=as_tensor(self.g, self.g_kind).to(device),
+            w=as_tensor(self.w, self.w_kind).to(device),
         )
 
 
@@ -84,7 +84,7 @@ def make_case(name: str, count: int, g_kind: str, w_kind: str, n: int, seed: int
 def numbers(array: Any, kind: str = "fp32") -> Any:
     """fp32 values of an array or tensor of a kind."""
     if isinstance(array, torch.Tensor):
-        return array.float().numpy()
+        return array.float().cpu().numpy()
     out = np.empty(array.size, F32)
     kernels.widen(array, kind.removesuffix("_as_fp32"), out)
     return out

@@ -35,7 +35,7 @@ steps = st.sampled_from([1, 2, 100_000])
 lengths = st.sampled_from([0, 1, 7, 16, 33, 1003])
 coefficients = st.sampled_from(COEFFICIENTS)
 seeds = st.integers(0, 1000)
-few = settings(max_examples=25, deadline=None, derandomize=True)
+few = settings(max_examples=20, deadline=None, derandomize=True)
 
 
 @pytest.mark.parametrize(("g_kind", "w_kind"), KINDS)

@@ -1,0 +1,99 @@
+"""README.md, read by a machine: its commands exist, its table is the configuration."""
+
+import ast
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from slideformer_backend.config import SlideFormerConfig, keys
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def shell_lines() -> list[str]:
+    blocks = re.findall(r"```(?:bash|sh)\n(.*?)```", README, re.DOTALL)
+    return [line for block in blocks for line in block.splitlines() if line.strip() and not line.startswith("#")]
+
+
+def python_commands() -> list[list[str]]:
+    return [shlex.split(line, comments=True) for line in shell_lines() if line.startswith("python3 ")]
+
+
+def test_the_two_commands_are_there():
+    scripts = {command[1] for command in python_commands()}
+    assert scripts >= {"benchmarks/finetune/run.py", "tests/run.py"}
+
+
+@pytest.mark.parametrize("script", sorted({command[1] for command in python_commands()}))
+def test_commands_start(script):
+    subprocess.run([sys.executable, ROOT / script, "--help"], check=True, capture_output=True)
+
+
+def test_ci_runs_the_test_command():
+    run = (ROOT / ".ci" / "run").read_text()
+    assert "python3 tests/run.py" in run
+    assert ["python3", "tests/run.py"] in python_commands()
+
+
+def test_make_targets_are_aliases_of_the_commands():
+    recipes = re.findall(r"^\t(python3 .*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert recipes
+    for recipe in recipes:
+        assert (ROOT / shlex.split(recipe)[1]).is_file()
+
+
+def test_linked_files_exist():
+    for target in re.findall(r"\]\(([^)#:]+)\)", README):
+        assert (ROOT / target).exists(), target
+
+
+def test_config_table_is_the_configuration():
+    """Columns: key, values, default, what it does; keys that are not built are listed apart."""
+    rows = re.findall(r"^\| `(\w+)` \| (.+?) \| `(.+?)` \| (.+?) \|$", README, re.MULTILINE)
+    table = {key: (values, default, doc) for key, values, default, doc in rows}
+    declared = {
+        key.name: (key.metadata["kind"].text, yaml_word(key.default), key.metadata["doc"])
+        for key in keys()
+        if key.metadata["built"]
+    }
+    assert table == declared
+
+
+def test_keys_that_are_not_built_are_said_to_be():
+    line = next(line for line in README.splitlines() if line.startswith("Recognised, but refused"))
+    assert re.findall(r"`(\w+)`", line) == [key.name for key in keys() if not key.metadata["built"]]
+
+
+def test_example_configuration_is_valid_and_shows_every_built_key():
+    example = yaml.safe_load((ROOT / "benchmarks" / "finetune" / "slideformer.yaml").read_text())
+    section = example["slideformer_config"]
+    SlideFormerConfig.from_mapping(section)
+    assert list(section) == [key.name for key in keys() if key.metadata["built"]]
+
+
+def test_the_script_of_the_main_job_is_ordinary():
+    source = (ROOT / "benchmarks" / "finetune" / "train.py").read_text()
+    assert "slideformer" not in source.lower()
+    modules = {
+        name
+        for node in ast.walk(ast.parse(source))
+        for name in (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module]
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
+    }
+    outside = {module.split(".")[0] for module in modules} - set(sys.stdlib_module_names)
+    assert outside == {"accelerate", "torch", "transformers"}
+
+
+def yaml_word(value: object) -> str:
+    return yaml.safe_dump(value).splitlines()[0]

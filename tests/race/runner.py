@@ -1,0 +1,131 @@
+"""Run a sequence of events on both sides, compare what they show, and shorten what fails."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import torch
+
+from slideformer_backend.transfer import Monitor
+
+from .events import EVENTS, Seen, everything
+from .sides import EngineSide, PlainSide
+from .simulation import simulated
+
+Events = tuple[tuple[str, int], ...]
+
+
+class Difference(AssertionError):
+    """The engine and sequential torch disagree."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a sequence is run."""
+
+    kind: str = "bfloat16"
+    optimizers: int = 1
+    rule: str = "adamw"
+    eagerness: float | None = 0.5
+    """Of the simulated lanes; None: real threads."""
+    seed: int = 0
+    poison: bool = False
+    max_delay: float = 0.0
+
+
+def random_events(seed: int, length: int, names: Sequence[str] = tuple(EVENTS)) -> Events:
+    """A sequence in which about every third event is an ordinary step."""
+    random = Random(seed)
+    return tuple(
+        (random.choice(("train", "backward", "step_all")) if random.random() < 0.3 else random.choice(names),
+         random.randrange(1 << 30))
+        for _ in range(length)
+    )
+
+
+def random_setting(seed: int, **given: Any) -> Setting:
+    """Settings in turn."""
+    random = Random(seed * 7919 + 1)
+    chosen = {
+        "kind": random.choice(("bfloat16", "bfloat16", "float32", "autocast")),
+        "optimizers": random.choice((1, 1, 2)),
+        "rule": random.choice(("adamw", "adamw", "adamw", "sgd")),
+        "eagerness": random.choice((0.0, 0.3, 0.7)),
+        "poison": random.random() < 0.5,
+        "seed": seed,
+    }
+    return Setting(**{**chosen, **given})
+
+
+def run(events: Events, setting: Setting) -> None:
+    """Raises Difference where the sides disagree (and whatever the engine raises)."""
+    plain = PlainSide(setting.kind, setting.seed, setting.optimizers, setting.rule)
+    monitor = Monitor(poison=setting.poison, max_delay=setting.max_delay, seed=setting.seed)
+    is_simulated = setting.eagerness is not None
+    with simulated(setting.seed, setting.eagerness or 0.0) if is_simulated else nullcontext():
+        side = EngineSide(setting.kind, setting.seed, setting.optimizers, setting.rule, monitor)
+        try:
+            for number, (name, seed) in enumerate(events):
+                compare(EVENTS[name](plain, Random(seed)), EVENTS[name](side, Random(seed)), f"{number} {name}")
+            compare(everything(plain), everything(side), "the end")
+        finally:
+            side.engine.backend.close()
+            side.engine.workers.close()
+
+
+def compare(expected: Seen, found: Seen, when: str) -> None:
+    """Bit for bit; NaN equals NaN."""
+    if len(expected) != len(found):
+        raise Difference(f"at {when}: {len(found)} values instead of {len(expected)}")
+    for number, (right, value) in enumerate(zip(expected, found, strict=True)):
+        if (right is None) != (value is None):
+            raise Difference(f"at {when}: value {number} is {value}, expected {right}")
+        if right is not None and value is not None and not _same(right.detach(), value.detach()):
+            raise Difference(f"at {when}: value {number} is {value}, expected {right}")
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.nan_to_num(12345.0), b.nan_to_num(12345.0))
+
+
+def shrink(events: Events, setting: Setting, budget: int = 400) -> tuple[Events, BaseException]:
+    """A shorter sequence that fails too, and its failure."""
+    failure = _failure(events, setting)
+    if failure is None:
+        raise AssertionError("the sequence does not fail again")
+    size = max(1, len(events) // 2)
+    while budget > 0:
+        for start in range(0, len(events), size):
+            shorter = events[:start] + events[start + size :]
+            budget -= 1
+            found = _failure(shorter, setting)
+            if found is not None:
+                events, failure = shorter, found
+                break
+        else:
+            if size == 1:
+                break
+            size //= 2
+    return events, failure
+
+
+def _failure(events: Events, setting: Setting) -> BaseException | None:
+    try:
+        run(events, setting)
+    except Exception as error:
+        return error
+    return None
+
+
+def check(seed: int, length: int, names: Sequence[str] = tuple(EVENTS), **given: Any) -> None:
+    """One random sequence; a failure is reported as its shortest form."""
+    setting = random_setting(seed, **given)
+    events = random_events(seed, length, names)
+    if _failure(events, setting) is None:
+        return
+    shortest, failure = shrink(events, setting)
+    raise Difference(f"{type(failure).__name__}: {failure}\nrun({shortest!r}, {setting!r})") from failure

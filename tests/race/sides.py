@@ -1,0 +1,200 @@
+"""The two sides of a comparison: the engine, and sequential torch with the same arithmetic.
+
+The plain side owns an fp32 master and moments per parameter and applies each update at once, in the order of the
+program, with the engine's own kernel ``commit``. So only the policy is under test, not the arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from slideformer_backend.api import Engine, attach
+from slideformer_backend.config import SlideFormerConfig
+from slideformer_backend.engine.clip import as_tensor
+from slideformer_backend.engine.unit import KINDS, ONE
+from slideformer_backend.optim import numba_kernels as kernels
+from slideformer_backend.optim.norm import block_count, clip_coefficient
+from slideformer_backend.optim.rules import rule_for
+from slideformer_backend.storage import numpy_view
+from slideformer_backend.transfer import Monitor
+
+from .toy import AUTOCAST, Toy, make_toy
+
+
+def make_optimizers(model: nn.Module, count: int, rule: str) -> list[Optimizer]:
+    """``count`` optimizers over disjoint parameters (units are shared between them), two groups each."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    made: list[Optimizer] = []
+    for number in range(count):
+        own = parameters[number::count]
+        groups = [{"params": own[::2]}, {"params": own[1::2], "weight_decay": 0.0}]
+        if rule == "sgd":
+            made.append(torch.optim.SGD(groups, lr=3e-2, momentum=0.9))
+        else:
+            made.append(torch.optim.AdamW(groups, lr=2e-2, weight_decay=0.1))
+    return made
+
+
+class Side:
+    """What events act on."""
+
+    def __init__(self, kind: str, seed: int, optimizers: int, rule: str) -> None:
+        self.kind = kind
+        self.model: Toy = make_toy(kind, seed)
+        self.optimizers = make_optimizers(self.model, optimizers, rule)
+        self.memory: dict[str, Any] = {}
+        """What events keep for later ones."""
+
+    @property
+    def trainable(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def hint(self, is_last: bool) -> None:
+        """What Accelerate says about the next backward."""
+
+    def clip(self, parameters: list[nn.Parameter], max_norm: float) -> torch.Tensor:
+        raise NotImplementedError
+
+    def step(self, number: int) -> None:
+        raise NotImplementedError
+
+    def wrote(self, parameters: list[nn.Parameter]) -> None:
+        """Weights were written by user code."""
+
+    def states(self) -> list[dict[str, Any]]:
+        """Optimizer states as torch's format."""
+        return [optimizer.state_dict()["state"] for optimizer in self.optimizers]
+
+
+class EngineSide(Side):
+    """The model under the engine."""
+
+    def __init__(
+        self, kind: str, seed: int, optimizers: int, rule: str, monitor: Monitor | None = None, **config: Any
+    ) -> None:
+        super().__init__(kind, seed, optimizers, rule)
+        self.engine: Engine = attach(
+            self.model,
+            SlideFormerConfig(**{"cpu_threads": 1, **config}),
+            device=torch.device("cpu"),
+            autocast_dtype=torch.bfloat16 if kind == AUTOCAST else None,
+            monitor=monitor,
+        )
+        for optimizer in self.optimizers:
+            self.engine.bind(optimizer)
+
+    def hint(self, is_last: bool) -> None:
+        self.engine.last_microbatch = lambda: is_last
+
+    def clip(self, parameters: list[nn.Parameter], max_norm: float) -> torch.Tensor:
+        return self.engine.clip_grad_norm_(parameters, max_norm)
+
+    def step(self, number: int) -> None:
+        self.optimizers[number].step()
+
+
+class _State:
+    def __init__(self, parameter: nn.Parameter, names: tuple[str, ...]) -> None:
+        self.parameter = parameter
+        self.kind = KINDS[parameter.dtype]
+        self.master = parameter.detach().float().reshape(-1).clone().numpy()
+        self.moments = {name: np.zeros_like(self.master) for name in names}
+        self.steps = 0
+
+    @property
+    def weights(self) -> np.ndarray:
+        return numpy_view(self.parameter.detach().view(-1))
+
+
+class PlainSide(Side):
+    """The reference."""
+
+    def __init__(self, kind: str, seed: int, optimizers: int, rule: str) -> None:
+        super().__init__(kind, seed, optimizers, rule)
+        self._rule = rule_for(self.optimizers[0])
+        self._states = {id(p): _State(p, self._rule.state_names) for p in self.trainable}
+        self._order = {id(p): ("blocks." not in name, index) for index, (name, p) in enumerate(
+            self.model.named_parameters())}
+        self.skipped = 0
+
+    def clip(self, parameters: list[nn.Parameter], max_norm: float) -> torch.Tensor:
+        present = [p for p in parameters if p.grad is not None]
+        total = 0.0
+        for parameter in sorted(present, key=lambda p: self._unit(p)):
+            total += self._square_sum(parameter)
+        norm = math.sqrt(total) if total == total else total
+        coefficient = clip_coefficient(norm, max_norm)
+        if not math.isinf(max_norm) and coefficient != ONE:
+            for parameter in present:
+                kernels.scale(_gradient(parameter), KINDS[parameter.dtype], coefficient)
+        return as_tensor(norm, torch.device("cpu"))
+
+    def step(self, number: int) -> None:
+        optimizer = self.optimizers[number]
+        pairs = [(p, group) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if not all(math.isfinite(self._square_sum(p)) for p, _ in pairs):
+            self.skipped += 1
+            return
+        for parameter, group in pairs:
+            state = self._states[id(parameter)]
+            state.steps += 1
+            moments = tuple(state.moments[name] for name in self._rule.states_used(group))
+            scalars = self._rule.scalars(group, state.steps)
+            kernels.commit(self._rule, state.master, moments, _gradient(parameter), state.kind, ONE, scalars)
+            kernels.round_into(state.master, state.weights, state.kind)
+
+    def wrote(self, parameters: list[nn.Parameter]) -> None:
+        for parameter in parameters:
+            state = self._states.get(id(parameter))
+            if state is not None:
+                kernels.reconcile(state.master, state.weights, state.kind)
+
+    def states(self) -> list[dict[str, Any]]:
+        made = []
+        for optimizer in self.optimizers:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            made.append({n: self._export(p) for n, p in enumerate(parameters) if self._states[id(p)].steps})
+        return made
+
+    def load(self, saved: list[dict[str, Any]]) -> None:
+        """Take over states that ``states`` gave."""
+        for optimizer, states in zip(self.optimizers, saved, strict=True):
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            for number, parameter in enumerate(parameters):
+                state = self._states[id(parameter)]
+                given = states.get(number, {})
+                state.steps = int(given.get("step", 1 if given else 0))
+                for name, moment in state.moments.items():
+                    moment[:] = given[name].reshape(-1).numpy() if name in given else 0
+                if "master" in given:
+                    state.master[:] = given["master"].reshape(-1).numpy()
+                    kernels.reconcile(state.master, state.weights, state.kind)
+
+    def _export(self, parameter: nn.Parameter) -> dict[str, Any]:
+        state = self._states[id(parameter)]
+        shape = parameter.shape
+        made: dict[str, Any] = {name: torch.tensor(moment).view(shape) for name, moment in state.moments.items()}
+        if self._rule.name != "sgd":
+            made["step"] = torch.tensor(float(state.steps))
+        if parameter.dtype != torch.float32:
+            made["master"] = torch.tensor(state.master).view(shape)
+        return made
+
+    def _unit(self, parameter: nn.Parameter) -> tuple[bool, int]:
+        is_edge, index = self._order[id(parameter)]
+        return is_edge, 0 if is_edge else index
+
+    def _square_sum(self, parameter: nn.Parameter) -> float:
+        out = np.zeros(block_count(parameter.numel()), np.float64)
+        kernels.sum_squares(_gradient(parameter), KINDS[parameter.dtype], out)
+        return float(out.sum())
+
+
+def _gradient(parameter: nn.Parameter) -> np.ndarray:
+    return numpy_view(parameter.grad.detach().view(-1))
