@@ -91,7 +91,7 @@ class Stepper:
         if isinstance(self._policy, RedoLog):
             self._policy.is_clipping = any(record.coefficient != ONE for record in present)
         for unit in {record.unit for record in present if record.unit.is_edge and not record.unit.updates_on_device}:
-            if isinstance(self._policy, Immediate):
+            if unit.gradient is None:
                 self._edges.consumed(unit)
             else:
                 self._edges.send_weights(unit, [record for record in present if record.unit is unit])
