@@ -78,7 +78,7 @@ class SlideFormerAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate i
             prepared.__class__ = optimizers.SlideFormerOptimizer
         return prepared
 
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:  # noqa: ANN401
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """As ever; the status line sees the loss."""
         super().backward(loss, **kwargs)
         self.slideformer_status.saw_loss(loss)

@@ -19,7 +19,7 @@ LAYERS = (
     ("optim",),
     ("engine",),
     ("checkpoint",),
-    ("api",),
+    ("api", "status"),
     ("integrations",),
     ("_autoload", "run", "cli"),
 )
