@@ -170,7 +170,6 @@ class Engine:
             if unit.updates_on_device:
                 self.edges.device_units.absorb(unit)
             self.policy.settle(unit)
-            self.backend.synchronize("host waits for weights refreshed", unit.refreshed)
 
     def master_of(self, record: ParamRecord) -> torch.Tensor | None:
         """A copy of the fp32 master of a settled parameter; None where the parameter itself is the master."""

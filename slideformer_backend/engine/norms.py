@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..storage import HostMemory, Slab
+from ..storage import HostMemory, Slab, Tracked
 from ..transfer import Backend, GradientBuffer, copy
 from .arithmetic import Arithmetic, sequential_sum
 from .device_kernels import sum_squares
@@ -44,6 +44,8 @@ class Norms:
         """Measure flat device gradients on the current stream; only the partial sums travel."""
         counts = [-(-gradient.numel() // BLOCK) for _, gradient in pairs]
         partials = torch.empty(sum(counts), dtype=torch.float64, device=self._backend.device)
+        buffer = Tracked(f"partial sums of {unit.name}", partials)
+        self._backend.touch(f"norm of {unit.name}", writes=(buffer,))
         for (_, gradient), out in zip(pairs, partials.split(counts), strict=True):
             sum_squares(gradient, out)
         landing = self._landing_of(unit)
@@ -52,6 +54,7 @@ class Norms:
             f"norm of {unit.name} to the host",
             lambda: copy(target, partials),
             after={"d2h after compute": self._backend.mark(f"norm of {unit.name}"), "d2h after norm": unit.measured},
+            reads=(buffer,),
             writes=(landing,),
             keep=partials,
         )

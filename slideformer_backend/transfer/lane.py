@@ -48,10 +48,16 @@ class Lane:
         self.stream = stream
         self.monitor = monitor
         self.busy_seconds = 0.0
-        self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._begin()
         self._thread: threading.Thread | None = None
         self._in_flight: collections.deque[Ticket] = collections.deque()
         _LANES.add(self)
+
+    def _begin(self) -> None:
+        self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        # a lane that nobody holds any more ends its thread
+        self._stop = weakref.finalize(self, self._queue.put, None)
+        self._stop.atexit = False
 
     def submit(
         self,
@@ -101,7 +107,8 @@ class Lane:
     def forget_thread(self) -> None:
         """In a forked child: the thread did not survive, and what was queued belongs to the parent."""
         self._thread = None
-        self._queue = queue.SimpleQueue()
+        self._stop.detach()
+        self._begin()
         self._in_flight.clear()
 
     def execute(self, job: _Job) -> None:

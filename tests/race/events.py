@@ -303,6 +303,12 @@ def write_edges(side: Side, random: Random) -> Seen:
 
 
 @event
+def move(side: Side, random: Random) -> Seen:
+    side.move(random.randrange(BLOCKS))
+    return []
+
+
+@event
 def hyperparameters(side: Side, random: Random) -> Seen:
     group = random.choice(random.choice(side.optimizers).param_groups)
     which = random.randrange(3)

@@ -67,6 +67,9 @@ class Side:
     def wrote(self, parameters: list[nn.Parameter]) -> None:
         """Weights were written by user code."""
 
+    def move(self, number: int) -> None:
+        """The planner makes a unit resident."""
+
     def states(self) -> list[dict[str, Any]]:
         """Optimizer states as torch's format."""
         return [optimizer.state_dict()["state"] for optimizer in self.optimizers]
@@ -97,6 +100,14 @@ class EngineSide(Side):
 
     def step(self, number: int) -> None:
         self.optimizers[number].step()
+
+
+    def move(self, number: int) -> None:
+        engine = self.engine
+        units = [unit for unit in engine.sliding if unit.index == number]
+        engine.backward.finish_outside()
+        if units and engine.residency.can_move(units[0]) and engine.config.update == "exact":
+            engine.move_to_device(units[0])
 
 
 class _State:

@@ -18,6 +18,8 @@ DIRECTED: tuple[tuple[str, ...], ...] = (
     ("train", "backward", "evaluate", "step_all", "train"),
     ("train", "write_edges", "backward_last", "write_edges", "write_edges", "step_all", "train"),
     ("backward_last", "write_edges", "step_all", "train"),
+    ("train", "move", "train", "clip_all", "train", "clipped", "backward", "clip_all", "clip_all", "step_all"),
+    ("train", "move", "move", "backward", "clip_all", "scale_gradient", "clip_all", "step_all"),
     ("train", "hyperparameters", "train", "backward", "zero_false", "backward", "step_all"),
 )
 
