@@ -284,8 +284,8 @@ class Engine:
                 parameter = record.parameter
                 self._records[parameter] = record
                 if record.spec.is_trainable:
-                    self._hooks.append(parameter.register_hook(_BeforeAccumulation(self.edges, record)))
-                    hook = _Accumulated(self.backward, self.edges, record)
+                    self._hooks.append(parameter.register_hook(_BeforeAccumulation(self, record)))
+                    hook = _Accumulated(self, record)
                     self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
                 access = EdgeAccess(self, record) if unit.is_edge else ParameterAccess(self, record)
                 guard(parameter, access)
@@ -340,40 +340,43 @@ class Engine:
                 parameter.grad = gradient.detach().to("cpu", copy=True)
 
 
-class _BeforeAccumulation:
-    """Tensor hook of one edge parameter; runs before autograd adds to its gradient."""
+class _ParameterHook:
+    """Hook of one parameter. The collector cannot see through a tensor's hooks: they refer to the engine weakly."""
 
-    def __init__(self, edges: Edges, record: ParamRecord) -> None:
-        self._edges = edges
-        self._record = record
+    def __init__(self, engine: Engine, record: ParamRecord) -> None:
+        self._engine = weakref.ref(engine)
+        self._record = weakref.ref(record)
+
+
+class _BeforeAccumulation(_ParameterHook):
+    """Tensor hook of an edge parameter; runs before autograd adds to its gradient."""
 
     def __call__(self, gradient: torch.Tensor) -> None:
-        unit = self._record.unit
-        if unit.is_edge and not unit.updates_on_device:
-            self._edges.before_accumulation(self._record)
+        engine, record = self._engine(), self._record()
+        if engine is not None and record is not None and record.unit.is_edge and not record.unit.updates_on_device:
+            engine.edges.before_accumulation(record)
 
 
-class _Accumulated:
-    """Post-accumulate hook of one parameter."""
-
-    def __init__(self, backward: Backward, edges: Edges, record: ParamRecord) -> None:
-        self._backward = backward
-        self._edges = edges
-        self._record = record
+class _Accumulated(_ParameterHook):
+    """Post-accumulate hook."""
 
     def __call__(self, parameter: torch.Tensor) -> None:
-        self._backward.begin()
-        if self._record.unit.is_edge:
-            self._edges.accumulated(self._record)
+        engine, record = self._engine(), self._record()
+        if engine is None or record is None:
+            return
+        engine.backward.begin()
+        if record.unit.is_edge:
+            engine.edges.accumulated(record)
         else:
-            self._backward.accumulated(self._record)
+            engine.backward.accumulated(record)
 
 
 class _BeforeForward:
-    """Forward pre-hook of the model."""
+    """Forward pre-hook of the model, through which the model holds its engine."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.ref(engine)
+        self._held: Engine | None = engine
 
     def __call__(self, model: nn.Module, args: object) -> None:
         for module in model.modules():  # units are recomputed by the engine; Hugging Face would recompute them again
@@ -386,4 +389,6 @@ class _BeforeForward:
             engine.begin_forward()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _BeforeForward:
-        return self
+        copied = object.__new__(type(self))
+        copied._engine, copied._held = self._engine, None
+        return copied

@@ -72,8 +72,12 @@ class Entry(NamedTuple):
     coefficient: np.float32
 
 
+class _WeaklyReferable:
+    __slots__ = ("__weakref__",)
+
+
 @dataclass(eq=False, slots=True)
-class ParamRecord:
+class ParamRecord(_WeaklyReferable):
     """One parameter of a unit.
 
     ``entry`` is the logged, uncommitted update; ``predicted`` the update that the working weights already contain and
