@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -27,6 +26,7 @@ from .device_units import DeviceUnits
 from .driver import UnitForward
 from .edges import Edges
 from .guard import guard, unguard
+from .hooks import Accumulated, BeforeAccumulation, BeforeForward
 from .immediate import Immediate
 from .norms import Norms
 from .redo_log import RedoLog
@@ -186,8 +186,24 @@ class Engine:
         return make_report(self)
 
     def detach(self) -> None:
-        """Undo everything: plain CPU parameters with their gradients, original forwards, original optimizer step."""
-        self.settle()
+        """Undo everything: plain CPU parameters with their gradients, original forwards, original optimizer step.
+
+        After an operation has failed its exception is raised once more, when everything is undone: parameters then hold
+        what the host held, without gradients.
+        """
+        gradients: dict[int, torch.Tensor] = {}
+        is_settled = False
+        try:
+            self.settle()
+            for record in (record for unit in self.units for record in unit.records):
+                gradient = record.parameter.grad
+                if gradient is not None:
+                    gradients[id(record)] = gradient.detach().to("cpu", copy=True)
+            is_settled = True
+        finally:
+            self._undo(gradients if is_settled else {})
+
+    def _undo(self, gradients: Mapping[int, torch.Tensor]) -> None:
         for hook in self._hooks:
             hook.remove()
         for forward in self._forwards:
@@ -196,7 +212,7 @@ class Engine:
             binding.undo()
         for unit in self.units:
             for record in unit.records:
-                self._release_parameter(record)
+                self._release_parameter(record, gradients.get(id(record)))
         self._bindings.clear()
         self.is_detached = True
         self.backend.close()
@@ -284,15 +300,15 @@ class Engine:
                 parameter = record.parameter
                 self._records[parameter] = record
                 if record.spec.is_trainable:
-                    self._hooks.append(parameter.register_hook(_BeforeAccumulation(self, record)))
-                    hook = _Accumulated(self, record)
+                    self._hooks.append(parameter.register_hook(BeforeAccumulation(self, record)))
+                    hook = Accumulated(self, record)
                     self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
                 access = EdgeAccess(self, record) if unit.is_edge else ParameterAccess(self, record)
                 guard(parameter, access)
                 parameter.__class__ = record.guarded_class
             if unit.module is not None:
                 self._forwards.append(UnitForward(self, unit, unit.module))
-        self._hooks.append(self.model.register_forward_pre_hook(_BeforeForward(self)))
+        self._hooks.append(self.model.register_forward_pre_hook(BeforeForward(self)))
 
     def _fetch(self, unit: Unit) -> None:
         if unit.leases:
@@ -327,68 +343,14 @@ class Engine:
             return False
         return self._saw_microbatch or self.backward.count >= self._usual_count
 
-    def _release_parameter(self, record: ParamRecord) -> None:
+    def _release_parameter(self, record: ParamRecord, gradient: torch.Tensor | None) -> None:
         parameter = record.parameter
-        gradient = parameter.grad
         self.backend.touch(f"release of {record.name}", reads=(record.unit.resident,))
         unguard(parameter)
         parameter.__class__ = record.own_class
         self._records.pop(parameter, None)
         with torch.no_grad():
-            parameter.data = parameter.data.to("cpu", copy=True)
-            if gradient is not None:
-                parameter.grad = gradient.detach().to("cpu", copy=True)
-
-
-class _ParameterHook:
-    """Hook of one parameter. The collector cannot see through a tensor's hooks: they refer to the engine weakly."""
-
-    def __init__(self, engine: Engine, record: ParamRecord) -> None:
-        self._engine = weakref.ref(engine)
-        self._record = weakref.ref(record)
-
-
-class _BeforeAccumulation(_ParameterHook):
-    """Tensor hook of an edge parameter; runs before autograd adds to its gradient."""
-
-    def __call__(self, gradient: torch.Tensor) -> None:
-        engine, record = self._engine(), self._record()
-        if engine is not None and record is not None and record.unit.is_edge and not record.unit.updates_on_device:
-            engine.edges.before_accumulation(record)
-
-
-class _Accumulated(_ParameterHook):
-    """Post-accumulate hook."""
-
-    def __call__(self, parameter: torch.Tensor) -> None:
-        engine, record = self._engine(), self._record()
-        if engine is None or record is None:
-            return
-        engine.backward.begin()
-        if record.unit.is_edge:
-            engine.edges.accumulated(record)
-        else:
-            engine.backward.accumulated(record)
-
-
-class _BeforeForward:
-    """Forward pre-hook of the model, through which the model holds its engine."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = weakref.ref(engine)
-        self._held: Engine | None = engine
-
-    def __call__(self, model: nn.Module, args: object) -> None:
-        for module in model.modules():  # units are recomputed by the engine; Hugging Face would recompute them again
-            if module.__dict__.get("gradient_checkpointing") and isinstance(
-                getattr(module.forward, "__func__", None), UnitForward
-            ):
-                module.__dict__["gradient_checkpointing"] = False
-        engine = self._engine()
-        if engine is not None and model is engine.model and torch.is_grad_enabled():
-            engine.begin_forward()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _BeforeForward:
-        copied = object.__new__(type(self))
-        copied._engine, copied._held = self._engine, None
-        return copied
+            parameter.grad = None
+            shown = parameter.data if record.unit.is_edge else record.host
+            parameter.data = shown.to("cpu", copy=True)
+            parameter.grad = gradient

@@ -1,6 +1,7 @@
 """Events of a training script. Each acts on one side and returns what a script could see; both sides must agree.
 
-An event is a name and a seed: the seed fixes its choices, so that a sequence can be replayed on both sides, and shortened.
+An event is a name and a seed. The seed fixes its choices, so that a sequence can be replayed on both sides, and
+shortened.
 """
 
 from __future__ import annotations
@@ -170,19 +171,13 @@ def _zero(side: Side, to_none: bool) -> None:
 
 @event
 def zero_none(side: Side, random: Random) -> Seen:
-    random.choice(side.optimizers).zero_grad()
+    random.choice([side.model, *side.optimizers]).zero_grad()
     return []
 
 
 @event
 def zero_false(side: Side, random: Random) -> Seen:
     random.choice(side.optimizers).zero_grad(set_to_none=False)
-    return []
-
-
-@event
-def zero_model(side: Side, random: Random) -> Seen:
-    side.model.zero_grad()
     return []
 
 
@@ -328,7 +323,7 @@ def read(side: Side, random: Random) -> Seen:
     seen: Seen = []
     for parameter in _some(side, random):
         how = random.randrange(3)
-        seen.append(parameter.norm() if how == 0 else parameter.data.clone() if how == 1 else parameter.detach().clone())
+        seen.append((parameter.norm, parameter.data.clone, parameter.detach().clone)[how]())
     return [tensor.detach() for tensor in seen]
 
 

@@ -50,9 +50,12 @@ def random_events(seed: int, length: int, names: Sequence[str] = tuple(EVENTS)) 
     """A sequence in which about every third event is an ordinary step."""
     random = Random(seed)
     return tuple(
-        (random.choice([name for name in ("train", "backward", "step_all") if name in names])
-         if random.random() < 0.3 else random.choice(names),
-         random.randrange(1 << 30))
+        (
+            random.choice([name for name in ("train", "backward", "step_all") if name in names])
+            if random.random() < 0.3
+            else random.choice(names),
+            random.randrange(1 << 30),
+        )
         for _ in range(length)
     )
 

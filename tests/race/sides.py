@@ -101,7 +101,6 @@ class EngineSide(Side):
     def step(self, number: int) -> None:
         self.optimizers[number].step()
 
-
     def move(self, number: int) -> None:
         engine = self.engine
         units = [unit for unit in engine.sliding if unit.index == number]
@@ -152,9 +151,11 @@ class PlainSide(Side):
         super().__init__(kind, seed, optimizers, rule)
         self._skips = nonfinite == "skip"
         self._rule = rule_for(self.optimizers[0])
-        self._states = {id(p): _State(p, self._rule.state_names, update == "immediate" and kind == "bfloat16") for p in self.trainable}
-        self._order = {id(p): ("blocks." not in name, index) for index, (name, p) in enumerate(
-            self.model.named_parameters())}
+        is_split = update == "immediate" and kind == "bfloat16"
+        self._states = {id(p): _State(p, self._rule.state_names, is_split) for p in self.trainable}
+        self._order = {
+            id(p): ("blocks." not in name, index) for index, (name, p) in enumerate(self.model.named_parameters())
+        }
         self.skipped = 0
 
     def clip(self, parameters: list[nn.Parameter], max_norm: float) -> torch.Tensor:

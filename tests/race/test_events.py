@@ -124,6 +124,9 @@ def _mutations():
         original_log(self, unit, items)
         unit.content = content
 
+    def no_restore(self: RedoLog, unit: Unit) -> None:
+        unit.weights_are = Weights.CURRENT
+
     original_log = RedoLog._log
     return {
         "a changed gradient does not void its prediction": (RedoLog, "void", no_void),
@@ -134,7 +137,7 @@ def _mutations():
         "a recorded clip is dropped": (UpdatePolicy, "apply_coefficients", no_clip),
         "grad = None keeps the prediction": (UpdatePolicy, "forget", forgets_nothing),
         "slots keep old weights after a step": (RedoLog, "_log", keeps_content),
-        "weights are not restored": (RedoLog, "refresh", lambda self, unit: setattr(unit, "weights_are", Weights.CURRENT)),
+        "weights are not restored": (RedoLog, "refresh", no_restore),
     }
 
 

@@ -63,14 +63,21 @@ def test_exception_on_a_lane_reaches_the_training_thread(lane, update):
         return submit(name, fail, **options)
 
     target.submit = failing
+
+    def step_and_settle(seed: int) -> None:
+        _step(model, optimizer, seed)
+        engine.settle()
+
     with pytest.raises(DiskOnFire):
-        _step(model, optimizer, 1)
-        engine.settle()
+        step_and_settle(1)
     with pytest.raises(DiskOnFire):  # it stays an error: weights of two steps are never mixed
-        _step(model, optimizer, 2)
-        engine.settle()
-    engine.backend.close()
-    engine.workers.close()
+        step_and_settle(2)
+    with pytest.raises(DiskOnFire):
+        engine.detach()
+    assert engine.is_detached
+    optimizer.zero_grad()
+    _plain_step(model, optimizer)
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
 def test_detach_leaves_no_thread():

@@ -37,6 +37,6 @@ def workload() -> list[tuple[Events, Setting]]:
     for seed in range(6):
         setting = random_setting(seed, update="immediate", optimizers=1, nonfinite="as_plain", poison=seed != 2)
         made.append((random_events(seed, 10, IMMEDIATE), setting))
-        names = ("train", "assign_gradient", "step_all", "zero_model", "train")
+        names = ("train", "assign_gradient", "step_all", "zero_none", "train")
         made.append((tuple((name, seed + place) for place, name in enumerate(names)), setting))
     return made
