@@ -41,7 +41,7 @@ class Accumulated(_ParameterHook):
             return
         engine.backward.begin()
         if record.unit.is_edge:
-            engine.edges.accumulated(record)
+            engine.edges.accumulated(record, is_last=engine.backward.is_last)
         else:
             engine.backward.accumulated(record)
 
