@@ -42,8 +42,7 @@ def _forward(side: Side, random: Random, **options) -> torch.Tensor:
 
 
 def _some(side: Side, random: Random, *, with_gradient: bool = False) -> list[nn.Parameter]:
-    chosen = [p for p in side.trainable if random.random() < 0.3]
-    return [p for p in chosen if p.grad is not None] if with_gradient else chosen
+    return [p for p in side.trainable if random.random() < 0.3 and not (with_gradient and p.grad is None)]
 
 
 @event
@@ -270,7 +269,7 @@ def not_finite(side: Side, random: Random) -> Seen:
 @event
 def write_weights(side: Side, random: Random) -> Seen:
     parameters = _some(side, random)
-    how = random.randrange(4)
+    side.memory["has_written"], how = True, random.randrange(4)
     with torch.no_grad():
         for parameter in parameters:
             if how == 0:
@@ -287,7 +286,7 @@ def write_weights(side: Side, random: Random) -> Seen:
 
 @event
 def write_edges(side: Side, random: Random) -> Seen:
-    parameter = side.model.inp.weight
+    parameter, side.memory["has_written"] = side.model.inp.weight, True
     with torch.no_grad():
         if random.random() < 0.5:
             parameter.data.mul_(0.5)
@@ -335,15 +334,18 @@ def read_gradients(side: Side, random: Random) -> Seen:
 
 @event
 def save(side: Side, random: Random) -> Seen:
+    side.memory["has_written"] = False
     side.memory["model"] = {name: value.clone() for name, value in side.model.state_dict().items()}
     return list(side.memory["model"].values())
 
 
 @event
 def load(side: Side, random: Random) -> Seen:
-    if "model" in side.memory:
-        side.model.load_state_dict(side.memory["model"])
-        side.wrote(side.trainable)
+    # an edge weight written and put back before the engine looks keeps its master: only the last value counts
+    edges = () if side.memory.get("has_written") else ("inp.", "out.")
+    saved = {n: v for n, v in side.memory.get("model", {}).items() if n.startswith(("blocks.", *edges))}
+    side.model.load_state_dict(saved, strict=False)
+    side.wrote([p for n, p in side.model.named_parameters() if n in saved])
     return []
 
 
