@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from .edges import device_gradient
+from .states import join_master, split_master
 from .unit import ParamRecord
 
 
@@ -30,21 +31,14 @@ def as_masters(records: Sequence[ParamRecord]) -> Iterator[None]:
                 parameter.grad = None
             gradient = record.gradient_view(buffer.slab.flat)
             parameter.__class__ = record.own_class
-            parameter.data = _master(record)
+            parameter.data = join_master(record)
             parameter.grad = gradient.float()
         yield
     finally:
         for record, data, device_held in kept:
             parameter = record.parameter
             parameter.grad = None
+            split_master(record, parameter.data)
             parameter.data = data
             parameter.grad = device_held
             parameter.__class__ = record.guarded_class
-
-
-def _master(record: ParamRecord) -> torch.Tensor:
-    unit = record.unit
-    if "master" not in unit.states:
-        return record.weight_view(unit.weights.flat)
-    flat = unit.states["master"].view(torch.float32, record.place.state * 4, record.numel)
-    return flat.view(record.spec.shape)
