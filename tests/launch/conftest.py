@@ -126,7 +126,7 @@ def fake_api(clean):
     api.made = []
 
     def engine_of(module):
-        return next((e for e in api.made if any(part is module for part in e.model.modules())), None)
+        return next((e for e in api.made if any(part is e.model for part in module.modules())), None)
 
     def attach(model, config, *, device, autocast_dtype=None):
         if getattr(model, "refuse", None) is not None:

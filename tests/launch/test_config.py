@@ -9,7 +9,7 @@ import pytest
 from slideformer_backend import ConfigError, SlideFormerConfig, SlideFormerError
 from slideformer_backend.config import environment_settings, keys
 
-BUILT = ("update", "nonfinite", "cpu_threads", "prefetch", "pin_memory")
+BUILT = ("update", "nonfinite", "cpu_threads", "prefetch", "pin_memory", "status")
 LATER = {
     "gpu_memory": "20GiB",
     "host_memory": "100 GB",

@@ -19,7 +19,7 @@ LAYERS = (
     ("optim",),
     ("engine",),
     ("checkpoint",),
-    ("api",),
+    ("api", "status"),
     ("integrations",),
     ("_autoload", "run", "cli"),
 )
@@ -32,23 +32,27 @@ def sources():
         yield from sorted((ROOT / folder).rglob("*.py"))
 
 
+def module_of(path):
+    """Name of the package that holds a file, as it is installed."""
+    parts = path.relative_to(ROOT).parts[:-1]
+    return parts if parts[0] == "slideformer_backend" else ("slideformer_backend", *parts)
+
+
 def layer_of(path):
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return parts[1] if parts[0] == "slideformer_backend" else parts[0]
+    parts = (*module_of(path), path.stem)
+    return parts[1]
 
 
 def imports(path):
-    """Absolute names of the modules that a file imports, wherever in the file."""
+    """Absolute names of what a file imports, wherever in the file: modules, or names in them."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}:{node.lineno}: a relative import does not work in every layout"
-            for alias in node.names:
-                yield (
-                    f"{node.module}.{alias.name}" if node.module == "slideformer_backend" else node.module,
-                    node.lineno,
-                )
+            package = module_of(path)
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            names = (*base, *([node.module] if node.module else []))
+            yield from ((".".join((*names, alias.name)), node.lineno) for alias in node.names)
 
 
 def test_later_layers_import_earlier_ones_only():
