@@ -227,6 +227,7 @@ class Engine:
         self.enter(unit, Where.FORWARD, is_wide=visit.is_wide, phase=Phase.FORWARD)
         visit.steps = unit.steps
         try:
+            unit.refuse_unfrozen()
             yield
         finally:
             self.leave(unit)

@@ -75,26 +75,39 @@ class Immediate(UpdatePolicy):
             self._before[id(record)] = record.weight_array().copy()
 
     def absorb(self, unit: Unit) -> None:
-        """A write resets the low half of a split master, exactly where it changed the weight (DESIGN 5)."""
-        records = [record for record in unit.exposed if id(record) in self._before]
-        if "low" not in unit.states:
+        """A write to a weight that is its own master counts as it is; in a split master it resets the low half,
+        exactly where it changed the weight (DESIGN 5)."""
+        if "master" in unit.states or unit.updates_on_device:
             super().absorb(unit)
             return
+        records = [record for record in unit.exposed if record.spec.is_trainable]
         for record in unit.exposed:
             record.is_exposed = False
         if not records:
             return
-        before = [self._before.pop(id(record)) for record in records]
+        is_split = "low" in unit.states
+        before: list[np.ndarray] = []
         after = self.before_weights(unit)
-        if unit.is_edge:
+        if unit.is_edge:  # the host weights are those from before the write, until they are pulled
+            if is_split:
+                self.operate(
+                    unit,
+                    f"weights of {unit.name} before user's writes",
+                    lambda: before.extend(record.weight_array().copy() for record in records),
+                    after={},
+                    reads=(unit.weights,),
+                )
             after["reconcile after weights pulled"] = self.pull(unit)
+        elif is_split:
+            records = [record for record in records if id(record) in self._before]
+            before = [self._before.pop(id(record)) for record in records]
         self.operate(
             unit,
             f"user's writes to {unit.name}",
-            lambda: self.arithmetic.reconcile_split(records, before),
+            (lambda: self.arithmetic.reconcile_split(records, before)) if is_split else _nothing,
             after=after,
             reads=(unit.weights,),
-            writes=(unit.states["low"],),
+            writes=(unit.states["low"],) if is_split else (),
         )
 
     def adopt(self, unit: Unit) -> None:
@@ -135,3 +148,7 @@ class Immediate(UpdatePolicy):
         if not unit.with_gradient:
             unit.gradient = None
             self.recycle(unit, buffer)
+
+
+def _nothing() -> None:
+    """Only the order matters: what follows on the lane runs behind the transfer."""
