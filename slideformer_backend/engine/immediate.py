@@ -8,7 +8,7 @@ import numpy as np
 
 from ..errors import UnsupportedError
 from .arithmetic import Update
-from .policy import UpdatePolicy
+from .policy import UpdatePolicy, nothing
 from .unit import ONE, Entry, ParamRecord, Unit, Weights
 
 
@@ -104,7 +104,7 @@ class Immediate(UpdatePolicy):
         self.operate(
             unit,
             f"user's writes to {unit.name}",
-            (lambda: self.arithmetic.reconcile_split(records, before)) if is_split else _nothing,
+            (lambda: self.arithmetic.reconcile_split(records, before)) if is_split else nothing,
             after=after,
             reads=(unit.weights,),
             writes=(unit.states["low"],) if is_split else (),
@@ -148,7 +148,3 @@ class Immediate(UpdatePolicy):
         if not unit.with_gradient:
             unit.gradient = None
             self.recycle(unit, buffer)
-
-
-def _nothing() -> None:
-    """Only the order matters: what follows on the lane runs behind the transfer."""
