@@ -66,7 +66,8 @@ class Backward:
         self._expects_step = expects_step
         self._task = -1
         self._open: list[Visit] = []
-        self._is_last = True
+        self.is_last = True
+        """Whether a ``step()`` should follow the running backward."""
 
     @property
     def is_running(self) -> bool:
@@ -93,7 +94,7 @@ class Backward:
         self.policy.check_backward()
         self._task = task
         self.count += 1
-        self._is_last = self._expects_step()
+        self.is_last = self._expects_step()
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def open(self, visit: Visit) -> None:
@@ -173,7 +174,7 @@ class Backward:
         self._task = -1
         for visit in list(self._open):
             self.close(visit)
-        self.edges.after_backward(is_last=self._is_last)
+        self.edges.after_backward(is_last=self.is_last)
 
     def _end(self) -> None:
         self.finish()
@@ -193,7 +194,6 @@ class Backward:
             after={
                 "h2d after gradient filled": buffer.filled,
                 "h2d after gradient scaled": unit.updated,
-                "h2d after gradient slot drained": slot.drained,
                 "h2d after gradient slot leased": self.backend.mark("lease of a gradient slot"),
             },
             reads=(buffer.slab,),
@@ -232,7 +232,6 @@ class Backward:
             after={
                 "d2h after compute": self.backend.mark(f"backward of {unit.name}"),
                 "d2h after gradient buffer drained": buffer.drained,
-                "d2h after gradient sent": buffer.sent,
                 "d2h after norm": unit.measured if buffer is unit.gradient else None,
                 "d2h after update": unit.updated if buffer is unit.gradient else None,
             },
@@ -243,7 +242,7 @@ class Backward:
         self.policy.replace_gradient(unit, buffer)
         if self.backend.device.type != "cuda":
             self.policy.measure(unit)
-        is_last = self._is_last and all(visit.is_done for visit in unit.visits)
+        is_last = self.is_last and all(visit.is_done for visit in unit.visits)
         self.policy.arrive(unit, is_last=is_last)
 
 

@@ -37,23 +37,24 @@ class Edges:
         if record.unit.updates_on_device:
             record.square_sum = None
 
-    def accumulated(self, record: ParamRecord) -> None:
-        """Post-accumulate hook of an edge parameter."""
+    def accumulated(self, record: ParamRecord, *, is_last: bool) -> None:
+        """Post-accumulate hook of a resident parameter; ``is_last``: a ``step()`` should follow this backward."""
         gradient = device_gradient(record)
         if gradient is not None and gradient.layout is not torch.strided:
             raise UnsupportedError(
                 f"{record.name} received a sparse gradient.", remedy="build the embedding with sparse=False"
             )
         self.outdate(record)
+        if is_last and record.unit.updates_on_device:
+            self.device_units.accumulated(record)
 
     def after_backward(self, *, is_last: bool) -> None:
         """Start copying new gradients to the host when a ``step()`` should follow."""
         if is_last:
             for unit in self.units:
-                if unit.updates_on_device:
-                    self.device_units.measure(unit)
-                else:
+                if not unit.updates_on_device:
                     self.copy_gradient(unit, is_last=True)
+        self.device_units.collect()
 
     def copy_gradient(self, unit: Unit, *, is_last: bool) -> None:
         """Bring the host copy of the unit's gradient up to date (nothing if it is, or if there is none to be)."""
@@ -75,7 +76,7 @@ class Edges:
             for target, source in pairs:
                 copy(target, source)
 
-        buffer.filled = self.backend.d2h.submit(
+        unit.copied = buffer.filled = self.backend.d2h.submit(
             f"gradient of {unit.name} to the host",
             run,
             after={
@@ -84,6 +85,7 @@ class Edges:
                 "d2h after norm": unit.measured if buffer is unit.gradient else None,
                 "d2h after update": unit.updated if buffer is unit.gradient else None,
             },
+            reads=(unit.resident_gradient,),
             writes=(buffer.slab,),
             keep=pairs,
         )
@@ -103,6 +105,16 @@ class Edges:
             set_device_gradient(record, None)
         return spent
 
+    def before_write(self, unit: Unit) -> None:
+        """Compute issued from now on may write the device gradients: the last copy of them has been taken."""
+        self.backend.order("compute after resident gradient copied", unit.copied)
+        self.backend.touch(f"gradient of {unit.name}", writes=(unit.resident_gradient,))
+
+    def before_accumulation(self, record: ParamRecord) -> None:
+        """Tensor hook of an edge parameter: autograd is about to add to its gradient."""
+        self.backend.touch(f"backward with {record.unit.name}", reads=(record.unit.resident,))
+        self.before_write(record.unit)
+
     def clip(self, records: Sequence[ParamRecord]) -> None:
         """Apply the clip just recorded to device gradients, as torch does: autograd may add to them before any hook of
         ours runs. The host copies stay as they are; their log entries carry the coefficient."""
@@ -111,6 +123,7 @@ class Edges:
             if record.unit.updates_on_device:
                 self.device_units.clip(record)
             elif record.coefficient != ONE and gradient is not None:
+                self.before_write(record.unit)
                 with torch.no_grad():
                     scale(plain(gradient), record.coefficient)
 
@@ -139,6 +152,7 @@ class Edges:
                 "h2d after compute released weights": self.backend.mark(f"compute with {unit.name}"),
             },
             reads=(unit.weights,),
+            writes=(unit.resident,),
             keep=pairs,
         )
 
