@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from .redo_log import RedoLog
 from .report import EngineReport, allocated_bytes, make_report
 from .residency import Residency
 from .schedule import Phase, Schedule
-from .states import allocate_states, load_states, master_of
+from .states import LOW, MASTER, allocate_states, load_states, master_of
 from .stepper import Stepper
 from .unit import ParamRecord, Unit, Weights, Where
 from .window import Window
@@ -94,20 +94,19 @@ class Engine:
     # -- what integrations call ------------------------------------------------------------------------------------
 
     def bind(self, optimizer: Optimizer) -> None:
-        """Make ``optimizer.step`` ours. Idempotent; parameters of other models keep their own step."""
-        if any(binding.optimizer is optimizer for binding in self._bindings):
+        """Make ``optimizer.step`` ours. Idempotent; parameters of other models keep their own step.
+
+        An optimizer bound later takes over parameters of an earlier one, and starts with fresh states as in torch.
+
+        Raises:
+            UnsupportedError: its step cannot run on master weights (it needs a closure).
+        """
+        self._bindings = [binding for binding in self._bindings if binding.is_alive]
+        if self.binding_of(optimizer) is not None:
             return
         binding = Binding(self, optimizer)
         self._bindings.append(binding)
-        for unit in {record.unit for record, _ in binding.records()}:
-            if unit.updates_on_device:
-                DeviceUnits.allocate(unit, binding.rule)
-            else:
-                allocate_states(unit, binding.rule, self.memory, in_place=isinstance(self.policy, Immediate))
-        if binding.rule is not None:
-            for record, group in binding.records():
-                states = len(binding.rule.states_used(group))
-                warm_up(binding.rule, record.gradient_kind, record.weight_kind, self.config.update, states=states)
+        self._prepare(binding, binding.assign(takes_over=True))
         for hook in self._bind_hooks:
             hook(self, binding)
 
@@ -150,6 +149,7 @@ class Engine:
     def step(self, binding: Binding) -> None:
         """``optimizer.step()`` of a bound optimizer."""
         self.backward.finish_outside()
+        self._prepare(binding, binding.assign())
         self.stepper.step(binding)
         self._usual_count, self.backward.count = max(1, self.backward.count), 0
         self.residency.after_step()
@@ -157,11 +157,12 @@ class Engine:
 
     def step_was_skipped(self, optimizer: Optimizer) -> bool:
         """Whether the last ``step()`` of ``optimizer`` was dropped because of non-finite gradients."""
-        return any(binding.was_skipped for binding in self._bindings if binding.optimizer is optimizer)
+        binding = self.binding_of(optimizer)
+        return binding is not None and binding.was_skipped
 
     def binding_of(self, optimizer: Optimizer) -> Binding | None:
         """The binding of an optimizer."""
-        return next((binding for binding in self._bindings if binding.optimizer is optimizer), None)
+        return next((binding for binding in self._bindings if binding.is_alive and binding.optimizer is optimizer), None)
 
     def settle(self) -> None:
         """Wait for everything in flight and commit everything: host weights and states are final and idle."""
@@ -241,6 +242,7 @@ class Engine:
         self.enter(unit, Where.FORWARD, is_wide=visit.is_wide, phase=Phase.FORWARD)
         visit.steps = unit.steps
         try:
+            unit.refuse_unfrozen()
             yield
         finally:
             self.leave(unit)
@@ -295,6 +297,21 @@ class Engine:
         return placement is None or unit.index not in placement.kept_activations
 
     # -- internals -------------------------------------------------------------------------------------------------
+
+    def _prepare(self, binding: Binding, records: Sequence[ParamRecord]) -> None:
+        """States and kernels for parameters that an optimizer steps for the first time."""
+        for unit in {record.unit for record in records}:
+            self.policy.settle(unit)
+            if unit.updates_on_device:
+                DeviceUnits.allocate(unit, binding.rule)
+            else:
+                allocate_states(unit, binding.rule, self.memory, in_place=isinstance(self.policy, Immediate))
+        for record in records:
+            if record.steps:
+                load_states(record, {}, tuple({*record.unit.states, *record.device_states} - {MASTER, LOW}))
+            if binding.rule is not None and record.group is not None:
+                states = len(binding.rule.states_used(record.group))
+                warm_up(binding.rule, record.gradient_kind, record.weight_kind, self.config.update, states=states)
 
     def _install(self) -> None:
         for unit in self.units:

@@ -76,7 +76,7 @@ class Immediate(UpdatePolicy):
 
     def absorb(self, unit: Unit) -> None:
         """A write resets the low half of a split master, exactly where it changed the weight (DESIGN 5)."""
-        if "master" in unit.states:
+        if "master" in unit.states or unit.updates_on_device:
             super().absorb(unit)
             return
         records = [record for record in unit.exposed if record.spec.is_trainable]
