@@ -107,7 +107,7 @@ class StatusLine:
             console=self._console,
             expand=True,
         )
-        self._task = self._progress.add_task("training", total=None)
+        self._task = self._progress.add_task("training", total=None, start=False)
         self._live: Live | None = None
 
     def expect(self, total: int | None) -> None:
@@ -158,10 +158,11 @@ class StatusLine:
             of = f"/{self._total}" if self._total else ""
             self._console.print(f"step {self._steps}{of}  {text}", highlight=False, soft_wrap=True)
             return
-        self._progress.update(self._task, completed=self._steps)
         if self._live is None:
+            self._progress.start_task(self._task)
             self._live = Live(console=self._console, auto_refresh=False, redirect_stdout=sys.stdout.isatty())
             self._live.start()
+        self._progress.update(self._task, completed=self._steps)
         self._live.update(Group(self._progress, Text(text, overflow="fold")), refresh=True)
 
     def _words(self, now: float) -> str:
