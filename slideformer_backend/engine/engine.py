@@ -17,6 +17,7 @@ from ..config import SlideFormerConfig
 from ..optim.numba_kernels import warm_up
 from ..optim.workers import WorkerPool, default_threads
 from ..storage import HostMemory
+from ..trace import Recorder
 from ..transfer import Monitor, backend_for
 from .access import EdgeAccess, ParameterAccess
 from .arithmetic import Arithmetic
@@ -59,6 +60,7 @@ class Engine:
         self.last_microbatch: Callable[[], bool] = lambda: True
         self.backend = backend_for(device, monitor)
         self.device = self.backend.device
+        self.record(Recorder(self.device, config.trace) if config.trace is not None else None)
         pin = self.device.type == "cuda" if config.pin_memory == "auto" else config.pin_memory
         self.memory = HostMemory(pin=pin and self.device.type == "cuda")
         self.units = build_units(model, self.device, autocast_dtype, self.memory)
@@ -150,6 +152,8 @@ class Engine:
     def step(self, binding: Binding) -> None:
         """``optimizer.step()`` of a bound optimizer."""
         self.backward.finish_outside()
+        if self.backend.recorder is not None:
+            self.backend.recorder.step()
         self.stepper.step(binding)
         self._usual_count, self.backward.count = max(1, self.backward.count), 0
         self.residency.after_step()
@@ -186,6 +190,10 @@ class Engine:
         """Memory, waits and counters so far."""
         return make_report(self)
 
+    def record(self, recorder: Recorder | None) -> None:
+        """Trace what is done from now on; None: no more."""
+        self.backend.record(recorder)
+
     def detach(self) -> None:
         """Undo everything: plain CPU parameters with their gradients, original forwards, original optimizer step."""
         self.settle()
@@ -214,9 +222,11 @@ class Engine:
         self._fetch(unit)
         self.window.lease(unit, where, is_wide=is_wide)
         self._fetch_ahead(phase, unit)
+        self.backend.begin("forward", unit.name)
 
     def leave(self, unit: Unit) -> None:
         """The forward of ``unit`` is over."""
+        self.backend.end("forward", unit.name)
         self.window.release(unit)
 
     @contextlib.contextmanager
@@ -236,8 +246,12 @@ class Engine:
         if self.backward.is_inside():
             self.backward.open(visit)
             before = allocated_bytes(self.device)
-            yield
-            self.residency.observe_recompute(visit.unit, allocated_bytes(self.device) - before)
+            self.backend.begin("recompute", visit.unit.name)
+            try:
+                yield
+            finally:  # torch leaves a recompute by an exception as soon as it has all that backward needs
+                self.backend.end("recompute", visit.unit.name)
+                self.residency.observe_recompute(visit.unit, allocated_bytes(self.device) - before)
             return
         self.enter(visit.unit, Where.FORWARD, is_wide=visit.is_wide)
         try:
