@@ -150,13 +150,13 @@ class CudaBackend(_BackendBase):
         if ticket is None or not self._observed(wait_name, ticket):
             return
         recorder = self.recorder
-        mark = recorder.mark_compute() if recorder is not None else None
+        mark = recorder.mark_compute() if recorder is not None else 0.0
         start = time.perf_counter()
         ticket.wait_issued()
         self.waited[wait_name] += time.perf_counter() - start  # type: ignore[assignment]  # a Counter of seconds
         if ticket.event is not None:
             torch.cuda.current_stream(self.device).wait_event(ticket.event)
-        if recorder is not None and mark is not None:
+        if recorder is not None:
             recorder.span(COMPUTE, wait_name, mark, recorder.mark_compute(), kind="wait")
         if self.monitor is not None:
             self.monitor.merge(COMPUTE, ticket)
