@@ -95,7 +95,7 @@ class _BackendBase:
             self.recorder.end(what, unit)
 
     def synchronize(self, wait_name: str, ticket: Ticket | None) -> None:
-        if ticket is None or not self._observed(wait_name, ticket):
+        if ticket is None or not self._observed(HOST, wait_name, ticket):
             return
         start = time.perf_counter()
         ticket.synchronize()
@@ -103,12 +103,12 @@ class _BackendBase:
         self.waited[wait_name] += end - start  # type: ignore[assignment]  # a Counter of seconds
         if self.recorder is not None:
             self.recorder.span(HOST_TRACK, wait_name, start, end, kind="wait")
-        if self.monitor is not None:  # what the host has waited for is also before any compute it issues later
+        if self.monitor is not None:
             self.monitor.merge(HOST, ticket)
-            self.monitor.merge(COMPUTE, ticket)
 
     def touch(self, what: str, *, reads: tuple[Tracked, ...] = (), writes: tuple[Tracked, ...] = ()) -> None:
         if self.monitor is not None:
+            self.monitor.issue(HOST, COMPUTE)
             self.monitor.access(COMPUTE, what, reads, writes)
 
     def busy(self) -> dict[str, float]:
@@ -127,8 +127,8 @@ class _BackendBase:
     def _lanes(self) -> tuple[Lane, ...]:
         return self.h2d, self.d2h, self.norms, self.update
 
-    def _observed(self, wait_name: str, ticket: Ticket) -> bool:
-        return self.monitor is None or self.monitor.wait(COMPUTE, wait_name, ticket)
+    def _observed(self, actor: str, wait_name: str, ticket: Ticket) -> bool:
+        return self.monitor is None or self.monitor.wait(actor, wait_name, ticket)
 
 
 class CudaBackend(_BackendBase):
@@ -147,7 +147,7 @@ class CudaBackend(_BackendBase):
         return ticket
 
     def order(self, wait_name: str, ticket: Ticket | None) -> None:
-        if ticket is None or not self._observed(wait_name, ticket):
+        if ticket is None or not self._observed(COMPUTE, wait_name, ticket):
             return
         recorder = self.recorder
         mark = recorder.mark_compute() if recorder is not None else 0.0
@@ -171,12 +171,19 @@ class CpuBackend(_BackendBase):
     def mark(self, name: str) -> Ticket:
         ticket = Ticket(name)
         if self.monitor is not None:
+            self.monitor.issue(HOST, COMPUTE)
             self.monitor.finish(COMPUTE, ticket)
         ticket.issue()
         return ticket
 
     def order(self, wait_name: str, ticket: Ticket | None) -> None:
-        self.synchronize(wait_name, ticket)
+        if ticket is None or not self._observed(COMPUTE, wait_name, ticket):
+            return
+        start = time.perf_counter()
+        ticket.synchronize()
+        self.waited[wait_name] += time.perf_counter() - start  # type: ignore[assignment]  # a Counter of seconds
+        if self.monitor is not None:  # as on CUDA: compute is behind the ticket, the host is not
+            self.monitor.merge(COMPUTE, ticket)
 
 
 def backend_for(device: torch.device, monitor: Monitor | None = None) -> Backend:
