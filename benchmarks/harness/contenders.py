@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from slideformer_backend.benchmarks.harness.shapes import SHAPES, make_model
 from slideformer_backend.benchmarks.harness.spec import MAX_NORMS, Clip, Job
 
-LEARNING_RATE = 1e-5
 WEIGHT_DECAY = 0.01
 
 
 class Step(NamedTuple):
-    """What a script sees of one optimizer step: loss (0-dim, on the device) and gradient norm, where one is computed."""
+    """What a script sees of one optimizer step: loss (0-dim, on the device) and gradient norm, if one is computed."""
 
     loss: Tensor
     norm: float | None
@@ -36,34 +35,34 @@ class Trainer(Protocol):
         """Wait until every update of the steps so far is done, on the device and on the host."""
 
 
-def make_trainer(job: Job, device: torch.device, *, learning_rate: float = LEARNING_RATE) -> Trainer:
-    """Build the model and the contender.
+def make_trainer(job: Job, device: torch.device, *, layers: int | None = None) -> Trainer:
+    """Build the model (``layers`` deep, if given) and the contender.
 
     Raises:
         ImportError: the peer is not installed.
         SlideFormerError: our configuration is refused.
     """
-    model = make_model(SHAPES[job.shape], device)
+    model = make_model(SHAPES[job.shape].with_layers(layers), device)
     if job.contender == "ours":
-        return Ours(model, job, device, learning_rate)
+        return Ours(model, job, device)
     if job.contender in ("zero2", "zero3"):
         return DeepSpeed(model, job, 2 if job.contender == "zero2" else 3)
     if job.contender == "torchao":
-        return TorchAO(model)
+        return TorchAO(model, job)
     if job.contender in ("ceiling", "ceiling-all"):
         return Ceiling(model, recomputes=job.contender == "ceiling")
-    return Plain(model)
+    return Plain(model, job)
 
 
 class Ours:
     """Managed by our engine, with torch's own AdamW, as a script would."""
 
-    def __init__(self, model: nn.Module, job: Job, device: torch.device, learning_rate: float) -> None:
+    def __init__(self, model: nn.Module, job: Job, device: torch.device) -> None:
         from slideformer_backend.api import attach
         from slideformer_backend.config import SlideFormerConfig
 
         self.model = model
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=WEIGHT_DECAY)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=job.learning_rate, weight_decay=WEIGHT_DECAY)
         self.engine = attach(model, SlideFormerConfig.from_mapping(job.config), device=device)
         self.engine.bind(self.optimizer)
         if device.type == "cuda":
@@ -147,7 +146,7 @@ def zero_config(job: Job, stage: int) -> dict[str, Any]:
     zero["contiguous_gradients"] = True
     if stage == 3:
         zero["offload_param"] = dict(place)
-    parameters: dict[str, Any] = {"lr": job.config.get("learning_rate", LEARNING_RATE), "weight_decay": WEIGHT_DECAY}
+    parameters: dict[str, Any] = {"lr": job.learning_rate, "weight_decay": WEIGHT_DECAY}
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": load.sequences,
         "gradient_accumulation_steps": load.accumulate,
@@ -182,7 +181,7 @@ def single_process_environment() -> dict[str, str]:
 class TorchAO:
     """Weights on the GPU, gradients and AdamW states in host memory, bf16, no master weights, no clipping."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, job: Job) -> None:
         from torchao.optim import CPUOffloadOptimizer
 
         self.model = model
@@ -192,7 +191,7 @@ class TorchAO:
             torch.optim.AdamW,
             offload_gradients=True,
             fused=True,
-            lr=LEARNING_RATE,
+            lr=job.learning_rate,
             weight_decay=WEIGHT_DECAY,
         )
 
@@ -230,11 +229,11 @@ class Ceiling:
 class Plain:
     """bf16 model, fp32 master weights, torch's AdamW on them: what ZeRO-Offload computes, without offload."""
 
-    def __init__(self, model: nn.Module, *, learning_rate: float = LEARNING_RATE) -> None:
+    def __init__(self, model: nn.Module, job: Job) -> None:
         self.model = model
         self.weights = list(model.parameters())
         self.masters = [weight.detach().float() for weight in self.weights]
-        self.optimizer = torch.optim.AdamW(self.masters, lr=learning_rate, weight_decay=WEIGHT_DECAY)
+        self.optimizer = torch.optim.AdamW(self.masters, lr=job.learning_rate, weight_decay=WEIGHT_DECAY)
 
     def step(self, micro_batches: Sequence[Tensor], clip: Clip) -> Step:
         loss = accumulate(self.model, micro_batches)

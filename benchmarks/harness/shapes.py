@@ -48,13 +48,13 @@ class Shape:
         embeddings = self.vocabulary * self.hidden * (1 if self.tied else 2)
         return self.layers * self.layer_parameters + embeddings + self.hidden
 
-    def operations(self, length: int, *, recomputed: bool) -> float:
+    def operations(self, length: int, *, recomputed: float) -> float:
         """Floating-point operations per trained token in sequences of ``length``: 2 per weight and token forward, 4
-        backward, causal attention at half of its square, with ``recomputed`` the layers' forward once more. An
-        embedding look-up is no operation; the head is a matrix product."""
+        backward, causal attention at half of its square, and the forward of the ``recomputed`` share of the layers
+        once more. An embedding look-up is no operation; the head is a matrix product."""
         layers = self.layers * (2.0 * self.layer_parameters + 2.0 * self.hidden * length)
         head = 2.0 * self.vocabulary * self.hidden
-        return layers * (4.0 if recomputed else 3.0) + head * 3.0
+        return layers * (3.0 + recomputed) + head * 3.0
 
 
 SHAPES = {

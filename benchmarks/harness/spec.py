@@ -69,6 +69,7 @@ class Job:
         check_layers: depth at which exactness is checked (None: that of the shape); 0: no check, nothing is reported.
         timeout: seconds after which the process is stopped.
         threads: of torch on the CPU (None: torch's own choice).
+        learning_rate: of every optimizer.
     """
 
     contender: Contender
@@ -83,6 +84,7 @@ class Job:
     check_layers: int | None = None
     timeout: float = 300.0
     threads: int | None = None
+    learning_rate: float = 1e-5
 
     @property
     def key(self) -> str:
@@ -119,6 +121,7 @@ class Result:
         busy: share of the time that each resource worked, by track of the trace (``compute``: not stalled).
         moved: bytes per step and track.
         waits: longest waits, as (track, name, share of the time).
+        recomputed: share of the layers whose forward runs again in backward.
         plan: the placement's reason, if any; ``checked``: what exactness check it passed.
         error: why there is no result; then the figures are zero.
     """
@@ -141,6 +144,7 @@ class Result:
     busy: dict[str, float] = field(default_factory=dict)
     moved: dict[str, int] = field(default_factory=dict)
     waits: list[tuple[str, str, float]] = field(default_factory=list)
+    recomputed: float = 0.0
     plan: str = ""
     checked: str = ""
     error: str = ""
