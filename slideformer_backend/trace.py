@@ -1,6 +1,6 @@
 """A timeline of a run: what each lane, the device and the training thread did when, and who waited for what.
 
-The recorder is attached to a running engine (config key ``trace``, or ``Engine.record``); without one, nothing here is
+The recorder is attached to a running engine (config key ``trace``, or ``Backend.record``); without one, nothing here is
 called. Spans are kept as pairs of marks: seconds of the host clock, or CUDA events recorded on the stream that does the
 work, so that tracing adds no synchronisation. They are turned into times when the trace is written, as JSON that
 chrome://tracing and https://ui.perfetto.dev open.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -79,7 +80,7 @@ class Ours:
         count = len(micro_batches)
         losses = []
         for number, tokens in enumerate(micro_batches):
-            self.engine.last_microbatch = lambda last=number == count - 1: last
+            self.engine.last_microbatch = partial(bool, number == count - 1)
             loss = self.model(input_ids=tokens, labels=tokens).loss / count
             loss.backward()
             losses.append(loss.detach())

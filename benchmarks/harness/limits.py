@@ -167,7 +167,7 @@ class _Arrays:
         scalars = rule.scalars(torch.optim.AdamW([torch.zeros(1)]).param_groups[0], 1)
         one = np.float32(1.0)
 
-        @numba.njit(nogil=True, fastmath=False, error_model="numpy")  # type: ignore[untyped-decorator]
+        @numba.njit(nogil=True, fastmath=False, error_model="numpy")
         def mix(p: Any, m: Any, v: Any, old: Any, new: Any, w: Any) -> None:
             for i in range(p.size):
                 x = np.float32(old[i]) + np.float32(new[i])
@@ -177,8 +177,8 @@ class _Arrays:
                 w[i] = old[i] ^ new[i]
 
         def advance(part: slice) -> None:
-            pending = [Pending(g[part], "bf16", one, scalars) for g in (self._old, self._new)]
-            numba_kernels.advance(rule, self._master[part], self._moments(part), *pending, self._weights[part], "bf16")
+            old, new = (Pending(g[part], "bf16", one, scalars) for g in (self._old, self._new))
+            numba_kernels.advance(rule, self._master[part], self._moments(part), old, new, self._weights[part], "bf16")
 
         def plain(kernel: Callable[..., None], part: slice) -> None:
             gradient = self._new[part]

@@ -18,7 +18,7 @@ from slideformer_backend import __version__
 from slideformer_backend.benchmarks.harness.memory import meminfo
 from slideformer_backend.benchmarks.harness.reach import Row, Verdict, find, judge
 from slideformer_backend.benchmarks.harness.shapes import SHAPES
-from slideformer_backend.benchmarks.harness.spec import CONTENDERS, Result, result_to_dict
+from slideformer_backend.benchmarks.harness.spec import CONTENDERS, Contender, Result, result_to_dict
 
 PACKAGES = ("torch", "transformers", "accelerate", "numba", "deepspeed", "torchao", "liger-kernel", "triton")
 
@@ -96,7 +96,7 @@ def step_limits(result: Result, results: Sequence[Result], limits: Mapping[str, 
     while all are busy."""
     if result.contender != "ours" or not limits:
         return {}
-    name = "ceiling" if result.recomputed > 0.5 else "ceiling-all"
+    name: Contender = "ceiling" if result.recomputed > 0.5 else "ceiling-all"
     ceiling = find(results, name, result.shape, result.load, any_clip=True)
     operations = SHAPES[result.shape].operations(result.load.length, recomputed=result.recomputed)
     product = operations * result.load.tokens / limits["gemm"]
@@ -133,6 +133,7 @@ def _cpu() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
+COMPARED: tuple[Contender, ...] = ("ceiling", "zero2")
 HEAD = (
     "contender", "clip", "tokens/s", "x ceiling", "x ZeRO-2", "TFLOPS", "+recomp.", "GPU GiB", "reserved", "host B/p",
     "busy: GPU", "h2d", "d2h", "CPU", "repaired", "x limit",
@@ -145,8 +146,7 @@ def cells(report: Report, result: Result) -> list[str]:
     if result.error:
         return [name, result.load.clip, *[""] * (len(HEAD) - 2)]
     compared = [
-        _times(result, find(report.results, other, result.shape, result.load, any_clip=True))
-        for other in ("ceiling", "zero2")
+        _times(result, find(report.results, other, result.shape, result.load, any_clip=True)) for other in COMPARED
     ]
     busy = [_share(result.busy.get(track)) for track in ("compute", "h2d", "d2h", "update")]
     ratio = report.ratio(result)

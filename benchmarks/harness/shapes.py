@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -80,12 +81,13 @@ def make_model(shape: Shape, device: torch.device, *, seed: int = 0) -> nn.Modul
         vocab_size=shape.vocabulary,
         tie_word_embeddings=shape.tied,
         max_position_embeddings=8192,
-        rope_theta=500000.0,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
         use_cache=False,
     )
     torch.manual_seed(seed)
     with torch.device(device):
-        model: nn.Module = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+        make: Any = LlamaForCausalLM._from_config  # untyped
+        model: nn.Module = make(config, dtype=torch.bfloat16, attn_implementation="sdpa")
     return model.train()
 
 

@@ -12,7 +12,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,11 +111,11 @@ def _look_inside(
     """A few more steps with a trace, after the clock has stopped."""
     engine = trainer.engine
     recorder = Recorder(engine.device)
-    engine.record(recorder)
+    engine.backend.record(recorder)
     for row in [rows[0], *rows]:
         trainer.step(row, load.clip)
     trainer.finish()
-    engine.record(None)
+    engine.backend.record(None)
     spans = [_with_bytes(span, engine) for span in recorder.timed()]
     summary = summarise(spans)
     seconds, steps = max(summary.seconds, 1e-12), max(1, summary.steps)
@@ -168,6 +168,7 @@ def main(arguments: Sequence[str]) -> None:
     if given.get("threads"):
         torch.set_num_threads(given["threads"])
     device = torch.device(given["device"])
+    output: Mapping[str, Any]
     if what == "limits":
         output = measure_limits(device, quick=given["quick"])
     elif what == "verify":

@@ -60,7 +60,8 @@ class Engine:
         self.last_microbatch: Callable[[], bool] = lambda: True
         self.backend = backend_for(device, monitor)
         self.device = self.backend.device
-        self.record(Recorder(self.device, config.trace) if config.trace is not None else None)
+        if config.trace is not None:
+            self.backend.record(Recorder(self.device, config.trace))
         pin = self.device.type == "cuda" if config.pin_memory == "auto" else config.pin_memory
         self.memory = HostMemory(pin=pin and self.device.type == "cuda")
         self.units = build_units(model, self.device, autocast_dtype, self.memory)
@@ -152,8 +153,7 @@ class Engine:
     def step(self, binding: Binding) -> None:
         """``optimizer.step()`` of a bound optimizer."""
         self.backward.finish_outside()
-        if self.backend.recorder is not None:
-            self.backend.recorder.step()
+        self.backend.step()
         self.stepper.step(binding)
         self._usual_count, self.backward.count = max(1, self.backward.count), 0
         self.residency.after_step()
@@ -189,10 +189,6 @@ class Engine:
     def report(self) -> EngineReport:
         """Memory, waits and counters so far."""
         return make_report(self)
-
-    def record(self, recorder: Recorder | None) -> None:
-        """Trace what is done from now on; None: no more."""
-        self.backend.record(recorder)
 
     def detach(self) -> None:
         """Undo everything: plain CPU parameters with their gradients, original forwards, original optimizer step."""
@@ -249,7 +245,7 @@ class Engine:
             self.backend.begin("recompute", visit.unit.name)
             try:
                 yield
-            finally:  # torch leaves a recompute by an exception as soon as it has all that backward needs
+            finally:  # a recompute usually ends by the exception that stops it early
                 self.backend.end("recompute", visit.unit.name)
                 self.residency.observe_recompute(visit.unit, allocated_bytes(self.device) - before)
             return
@@ -379,7 +375,7 @@ class _Accumulated:
     def __call__(self, parameter: torch.Tensor) -> None:
         self._backward.begin()
         if self._record.unit.is_edge:
-            self._edges.accumulated(self._record)
+            self._edges.accumulated(self._record, is_last=self._backward.is_last)
         else:
             self._backward.accumulated(self._record)
 

@@ -48,6 +48,9 @@ class Backend(Protocol):
     def end(self, what: str, unit: str) -> None:
         """See ``begin``."""
 
+    def step(self) -> None:
+        """For the trace: ``optimizer.step()`` is called now."""
+
     def mark(self, name: str) -> Ticket:
         """A ticket for all compute issued so far on the caller's current stream."""
 
@@ -93,6 +96,10 @@ class _BackendBase:
     def end(self, what: str, unit: str) -> None:
         if self.recorder is not None:
             self.recorder.end(what, unit)
+
+    def step(self) -> None:
+        if self.recorder is not None:
+            self.recorder.step()
 
     def synchronize(self, wait_name: str, ticket: Ticket | None) -> None:
         if ticket is None or not self._observed(HOST, wait_name, ticket):
@@ -181,7 +188,10 @@ class CpuBackend(_BackendBase):
             return
         start = time.perf_counter()
         ticket.synchronize()
-        self.waited[wait_name] += time.perf_counter() - start  # type: ignore[assignment]  # a Counter of seconds
+        end = time.perf_counter()
+        self.waited[wait_name] += end - start  # type: ignore[assignment]  # a Counter of seconds
+        if self.recorder is not None:
+            self.recorder.span(HOST_TRACK, wait_name, start, end, kind="wait")
         if self.monitor is not None:  # as on CUDA: compute is behind the ticket, the host is not
             self.monitor.merge(COMPUTE, ticket)
 

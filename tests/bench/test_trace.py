@@ -38,7 +38,7 @@ def train(config=None, steps=3, recorder=None):
     engine = attach(model, config or SlideFormerConfig(), device=CPU)
     engine.bind(optimizer)
     if recorder is not None:
-        engine.record(recorder)
+        engine.backend.record(recorder)
     losses = []
     for _ in range(steps):
         loss = model(torch.ones(2, 8, dtype=torch.bfloat16))
