@@ -120,6 +120,7 @@ class Backward:
             unit.gradient_slot = self.window.take_gradient_slot(unit)
             if unit.gradient is not None and unit.with_gradient:
                 self._send_pending(unit)
+        self.backend.begin("backward", unit.name)
 
     def close(self, visit: Visit) -> None:
         """The last gradient kernel of the visit has been issued: the unit leaves the window."""
@@ -133,6 +134,7 @@ class Backward:
             return
         for record in unit.trainable:
             record.parameter.grad = None
+        self.backend.end("backward", unit.name)
         self.window.release(unit)
         self._send_gradient(unit)
 

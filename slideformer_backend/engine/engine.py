@@ -16,6 +16,7 @@ from ..config import SlideFormerConfig
 from ..optim.numba_kernels import warm_up
 from ..optim.workers import WorkerPool, default_threads
 from ..storage import HostMemory
+from ..trace import Recorder
 from ..transfer import Monitor, backend_for
 from .access import EdgeAccess, ParameterAccess
 from .arithmetic import Arithmetic
@@ -59,6 +60,8 @@ class Engine:
         self.last_microbatch: Callable[[], bool] = lambda: True
         self.backend = backend_for(device, monitor)
         self.device = self.backend.device
+        if config.trace is not None:
+            self.backend.record(Recorder(self.device, config.trace))
         pin = self.device.type == "cuda" if config.pin_memory == "auto" else config.pin_memory
         self.memory = HostMemory(pin=pin and self.device.type == "cuda")
         self.units = build_units(model, self.device, autocast_dtype, self.memory)
@@ -150,6 +153,7 @@ class Engine:
         """``optimizer.step()`` of a bound optimizer."""
         self.backward.finish_outside()
         self._prepare(binding, binding.assign())
+        self.backend.step()
         self.stepper.step(binding)
         self._usual_count, self.backward.count = max(1, self.backward.count), 0
         self.residency.after_step()
@@ -230,9 +234,11 @@ class Engine:
         self._fetch(unit)
         self.window.lease(unit, where, is_wide=is_wide)
         self._fetch_ahead(phase, unit)
+        self.backend.begin("forward", unit.name)
 
     def leave(self, unit: Unit) -> None:
         """The forward of ``unit`` is over."""
+        self.backend.end("forward", unit.name)
         self.window.release(unit)
 
     @contextlib.contextmanager
@@ -253,9 +259,11 @@ class Engine:
         if self.backward.is_inside():
             self.backward.open(visit)
             before = allocated_bytes(self.device)
+            self.backend.begin("recompute", visit.unit.name)
             try:
                 yield
             finally:  # a recompute usually ends by the exception that stops it early
+                self.backend.end("recompute", visit.unit.name)
                 self.residency.observe_recompute(visit.unit, allocated_bytes(self.device) - before)
             return
         self.enter(visit.unit, Where.FORWARD, is_wide=visit.is_wide)
