@@ -24,7 +24,7 @@ class GateConfig(NamedTuple):
 
 
 @triton.jit
-def tl_activate(x: Any, ACT: tl.constexpr) -> Any:
+def tl_activate(x: tl.tensor, ACT: tl.constexpr) -> tl.tensor:
     """The activation and its derivative at fp32 ``x``; gelu(x) with tanh is x·sigmoid(2u)."""
     if ACT == 0:
         s = tl.sigmoid(x)
@@ -44,12 +44,12 @@ def tl_activate(x: Any, ACT: tl.constexpr) -> Any:
 
 @triton.jit
 def gated_forward_kernel(
-    gate_ptr: Any,
-    up_ptr: Any,
-    out_ptr: Any,
-    columns: Any,
-    gate_stride: Any,
-    up_stride: Any,
+    gate_ptr: tl.tensor,
+    up_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    columns: tl.tensor,
+    gate_stride: tl.tensor,
+    up_stride: tl.tensor,
     ACT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -65,16 +65,16 @@ def gated_forward_kernel(
 
 @triton.jit
 def gated_backward_kernel(
-    dout_ptr: Any,
-    gate_ptr: Any,
-    up_ptr: Any,
-    dgate_ptr: Any,
-    dup_ptr: Any,
-    columns: Any,
-    dout_stride: Any,
-    gate_stride: Any,
-    up_stride: Any,
-    d_stride: Any,
+    dout_ptr: tl.tensor,
+    gate_ptr: tl.tensor,
+    up_ptr: tl.tensor,
+    dgate_ptr: tl.tensor,
+    dup_ptr: tl.tensor,
+    columns: tl.tensor,
+    dout_stride: tl.tensor,
+    gate_stride: tl.tensor,
+    up_stride: tl.tensor,
+    d_stride: tl.tensor,
     ACT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:

@@ -25,14 +25,14 @@ class RotaryConfig(NamedTuple):
 
 @triton.jit
 def tl_turn(
-    x_ptr: Any,
-    y_ptr: Any,
-    x_head: Any,
-    heads: Any,
-    width: Any,
-    rest: Any,
-    c: Any,
-    s: Any,
+    x_ptr: tl.tensor,
+    y_ptr: tl.tensor,
+    x_head: tl.tensor,
+    heads: tl.tensor,
+    width: tl.tensor,
+    rest: tl.tensor,
+    c: tl.tensor,
+    s: tl.tensor,
     INTERLEAVED: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -40,19 +40,23 @@ def tl_turn(
 ) -> None:
     """Turn the heads of one token; ``y`` has heads of width + rest elements next to each other."""
     head = tl.arange(0, HEADS)[:, None]
-    pair = tl.arange(0, HALF)[None, :]
-    half = width // 2
-    inside = (head < heads) & (pair < half)
     y_head = width + rest
-    if INTERLEAVED:
-        first, second = 2 * pair, 2 * pair + 1
-    else:
-        first, second = pair, pair + half
-    a = tl.load(x_ptr + head * x_head + first, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(x_ptr + head * x_head + second, mask=inside, other=0.0).to(tl.float32)
     kind = y_ptr.dtype.element_ty
-    tl.store(y_ptr + head * y_head + first, (a * c - b * s).to(kind), mask=inside)
-    tl.store(y_ptr + head * y_head + second, (b * c + a * s).to(kind), mask=inside)
+    if INTERLEAVED:
+        column = tl.arange(0, 2 * HALF)[None, :]
+        inside = (head < heads) & (column < width)
+        x = tl.load(x_ptr + head * x_head + column, mask=inside, other=0.0).to(tl.float32)
+        a, b = tl.split(tl.reshape(x, [HEADS, HALF, 2]))
+        y = tl.interleave(a * c - b * s, b * c + a * s)
+        tl.store(y_ptr + head * y_head + column, y.to(kind), mask=inside)
+    else:
+        half = width // 2
+        pair = tl.arange(0, HALF)[None, :]
+        inside = (head < heads) & (pair < half)
+        a = tl.load(x_ptr + head * x_head + pair, mask=inside, other=0.0).to(tl.float32)
+        b = tl.load(x_ptr + head * x_head + pair + half, mask=inside, other=0.0).to(tl.float32)
+        tl.store(y_ptr + head * y_head + pair, (a * c - b * s).to(kind), mask=inside)
+        tl.store(y_ptr + head * y_head + pair + half, (b * c + a * s).to(kind), mask=inside)
     if REST > 0:
         column = tl.arange(0, REST)[None, :]
         is_rest = (head < heads) & (column < rest)
@@ -62,26 +66,26 @@ def tl_turn(
 
 @triton.jit
 def rotary_kernel(
-    q_ptr: Any,
-    k_ptr: Any,
-    cos_ptr: Any,
-    sin_ptr: Any,
-    q_out_ptr: Any,
-    k_out_ptr: Any,
-    q_batch: Any,
-    q_head: Any,
-    q_token: Any,
-    k_batch: Any,
-    k_head: Any,
-    k_token: Any,
-    cos_batch: Any,
-    cos_token: Any,
-    length: Any,
-    q_heads: Any,
-    k_heads: Any,
-    width: Any,
-    rest: Any,
-    sign: Any,
+    q_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    cos_ptr: tl.tensor,
+    sin_ptr: tl.tensor,
+    q_out_ptr: tl.tensor,
+    k_out_ptr: tl.tensor,
+    q_batch: tl.tensor,
+    q_head: tl.tensor,
+    q_token: tl.tensor,
+    k_batch: tl.tensor,
+    k_head: tl.tensor,
+    k_token: tl.tensor,
+    cos_batch: tl.tensor,
+    cos_token: tl.tensor,
+    length: tl.tensor,
+    q_heads: tl.tensor,
+    k_heads: tl.tensor,
+    width: tl.tensor,
+    rest: tl.tensor,
+    sign: tl.tensor,
     INTERLEAVED: tl.constexpr,
     Q_HEADS: tl.constexpr,
     K_HEADS: tl.constexpr,

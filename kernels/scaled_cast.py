@@ -15,7 +15,9 @@ _BLOCK = 4096
 
 
 @triton.jit
-def scaled_cast_kernel(source_ptr: Any, factor_ptr: Any, target_ptr: Any, count: Any, BLOCK: tl.constexpr) -> None:
+def scaled_cast_kernel(
+    source_ptr: tl.tensor, factor_ptr: tl.tensor, target_ptr: tl.tensor, count: tl.tensor, BLOCK: tl.constexpr
+) -> None:
     """One program per BLOCK elements."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     factor = tl.load(factor_ptr).to(tl.float32)

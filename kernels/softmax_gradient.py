@@ -18,15 +18,19 @@ __all__ = ["LaunchConfig", "launch_config", "padded_columns", "softmax_gradient_
 
 
 class LaunchConfig(NamedTuple):
-    """Columns per step, warps per program, and whether loads tell the cache what will be read again."""
+    """Columns per step, warps per program, and two ways to be faster that depend on the device.
+
+    ``hints``: loads tell the cache what will be read again. ``ahead``: the next step is loaded before this one is used.
+    """
 
     block: int
     warps: int
     hints: bool = True
+    ahead: bool = True
 
 
 @triton.jit
-def tl_tanh(x: Any) -> Any:
+def tl_tanh(x: tl.tensor) -> tl.tensor:
     """tanh to fp32 accuracy, near 0 as well: a series there, because 1 - exp(-2x) cancels."""
     a = tl.abs(x)
     e = tl.exp(-2.0 * a)
@@ -38,7 +42,7 @@ def tl_tanh(x: Any) -> Any:
 
 
 @triton.jit
-def tl_shape_logits(logits: Any, scale: Any, softcap: Any, HAS_SOFTCAP: tl.constexpr) -> Any:
+def tl_shape_logits(logits: tl.tensor, scale: tl.tensor, softcap: tl.tensor, HAS_SOFTCAP: tl.constexpr) -> tl.tensor:
     """z from the stored logits."""
     z = logits.to(tl.float32) * scale
     if HAS_SOFTCAP:
@@ -48,25 +52,25 @@ def tl_shape_logits(logits: Any, scale: Any, softcap: Any, HAS_SOFTCAP: tl.const
 
 @triton.jit
 def softmax_gradient_kernel(
-    logits_ptr: Any,
-    target_ptr: Any,
-    class_weight_ptr: Any,
-    class_weight_sum_ptr: Any,
-    upstream_ptr: Any,
-    loss_ptr: Any,
-    lse_ptr: Any,
-    entropy_ptr: Any,
-    top_ptr: Any,
-    row_stride: Any,
-    upstream_stride: Any,
-    vocabulary: Any,
-    columns: Any,
-    ignore_index: Any,
-    smoothing: Any,
-    z_loss: Any,
-    scale: Any,
-    softcap: Any,
-    gradient_scale: Any,
+    logits_ptr: tl.tensor,
+    target_ptr: tl.tensor,
+    class_weight_ptr: tl.tensor,
+    class_weight_sum_ptr: tl.tensor,
+    upstream_ptr: tl.tensor,
+    loss_ptr: tl.tensor,
+    lse_ptr: tl.tensor,
+    entropy_ptr: tl.tensor,
+    top_ptr: tl.tensor,
+    row_stride: tl.tensor,
+    upstream_stride: tl.tensor,
+    vocabulary: tl.tensor,
+    columns: tl.tensor,
+    ignore_index: tl.tensor,
+    smoothing: tl.tensor,
+    z_loss: tl.tensor,
+    scale: tl.tensor,
+    softcap: tl.tensor,
+    gradient_scale: tl.tensor,
     HAS_CLASS_WEIGHT: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -75,6 +79,7 @@ def softmax_gradient_kernel(
     WITH_STATISTICS: tl.constexpr,
     WRITE_GRADIENT: tl.constexpr,
     HINTS: tl.constexpr,
+    AHEAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """Rows are ``row_stride`` apart; ``columns`` (a multiple of 64) may be read and written, ``vocabulary`` count."""
@@ -112,9 +117,15 @@ def softmax_gradient_kernel(
             total = tl.zeros([BLOCK], dtype=tl.float32)
             weighted = tl.zeros([BLOCK], dtype=tl.float32)
             smooth = tl.zeros([BLOCK], dtype=tl.float32)
+            loaded = tl.load(logits_ptr + offsets, mask=offsets < columns, other=0.0, eviction_policy=first_read)
             for start in range(0, columns, BLOCK):
                 column = start + offsets
-                loaded = tl.load(logits_ptr + column, mask=column < columns, other=0.0, eviction_policy=first_read)
+                following = column + BLOCK if AHEAD else column
+                fetched = tl.load(
+                    logits_ptr + following, mask=following < columns, other=0.0, eviction_policy=first_read
+                )
+                if not AHEAD:
+                    loaded = fetched
                 shaped = tl_shape_logits(loaded, scale, softcap, HAS_SOFTCAP)
                 z = tl.where(column < vocabulary, shaped, float("-inf"))
                 new_top = tl.maximum(top, tl.max(z, 0))
@@ -131,6 +142,8 @@ def softmax_gradient_kernel(
                         w = tl.load(class_weight_ptr + column, mask=column < vocabulary, other=0.0)
                     smooth += tl.where(column < vocabulary, w * shaped, 0.0)
                 top = new_top
+                if AHEAD:
+                    loaded = fetched
             denominator = tl.sum(total, 0)
             lse = top + tl.log(denominator)
             loss = (1.0 - smoothing) * target_weight * (lse - at_target) + z_loss * lse * lse
@@ -149,9 +162,15 @@ def softmax_gradient_kernel(
             everywhere = smoothing / vocabulary * upstream
             of_softmax = on_target + everywhere * weight_sum + 2.0 * z_loss * lse * upstream
             of_softmax = tl.where(is_valid, of_softmax, float("nan"))
+            loaded = tl.load(logits_ptr + offsets, mask=offsets < columns, other=0.0, eviction_policy=last_read)
             for start in range(0, columns, BLOCK):
                 column = start + offsets
-                loaded = tl.load(logits_ptr + column, mask=column < columns, other=0.0, eviction_policy=last_read)
+                following = column + BLOCK if AHEAD else column
+                fetched = tl.load(
+                    logits_ptr + following, mask=following < columns, other=0.0, eviction_policy=last_read
+                )
+                if not AHEAD:
+                    loaded = fetched
                 z = tl_shape_logits(loaded, scale, softcap, HAS_SOFTCAP)
                 gradient = tl.exp(z - lse) * of_softmax
                 gradient = tl.where(column == target, gradient - on_target, gradient)
@@ -170,6 +189,8 @@ def softmax_gradient_kernel(
                     mask=column < columns,
                     eviction_policy=last_read,
                 )
+                if AHEAD:
+                    loaded = fetched
 
 
 def padded_columns(vocabulary: int) -> int:
@@ -259,6 +280,7 @@ def softmax_gradient_(
             WITH_STATISTICS=with_statistics,
             WRITE_GRADIENT=gradient_scale is not None,
             HINTS=config.hints,
+            AHEAD=config.ahead,
             BLOCK=config.block,
             num_warps=config.warps,
         )
