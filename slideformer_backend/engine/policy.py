@@ -100,6 +100,7 @@ class UpdatePolicy(abc.ABC):
             release,
             after={
                 "release after norm": unit.measured,
+                "release after gradient filled": buffer.filled,
                 "release after gradient sent": buffer.sent,
             },
             writes=(slab,) if spoils else (),
@@ -149,7 +150,7 @@ class UpdatePolicy(abc.ABC):
             unit,
             f"clip of {unit.name}",
             lambda: self.arithmetic.scale(records, coefficients, buffer.slab),
-            after={},  # whoever recorded the clip has waited for the norm, and so for the gradient
+            after={"clip after gradient filled": buffer.filled},  # norms of device slots come before the gradient does
             writes=(buffer.slab,),
         )
         for record in records:
