@@ -102,6 +102,7 @@ class UpdatePolicy(abc.ABC):
             release,
             after={
                 "release after norm": unit.measured,
+                "release after gradient filled": buffer.filled,
                 "release after gradient sent": buffer.sent,
             },
             writes=(slab,) if spoils else (),
@@ -152,7 +153,7 @@ class UpdatePolicy(abc.ABC):
             unit,
             f"clip of {unit.name}",
             lambda: self.arithmetic.scale(records, coefficients, buffer.slab),
-            after={},  # whoever recorded the clip has waited for the norm, and so for the gradient
+            after={"clip after gradient filled": buffer.filled},  # norms of device slots come before the gradient does
             writes=(buffer.slab,),
         )
         for record in records:
