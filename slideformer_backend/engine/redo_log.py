@@ -169,7 +169,8 @@ class RedoLog(UpdatePolicy):
             unit,
             f"commit of {unit.name}",
             lambda: self.arithmetic.commit(logged),
-            after={},  # the operation that made the logged weights has waited for the gradient, on this same lane
+            can_wait=can_wait,
+            after={},  # what made the logged weights has waited for the gradient, in the same line of this lane
             reads=(buffer.slab,),
             writes=tuple(unit.states.values()),
         )
