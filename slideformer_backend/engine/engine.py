@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..config import SlideFormerConfig
@@ -33,6 +32,13 @@ from .states import allocate_states, load_states, master_of
 from .stepper import Stepper
 from .unit import ParamRecord, Unit, Weights, Where
 from .window import Window
+
+
+class Removable(Protocol):
+    """Something that was put in place, with the way to take it away."""
+
+    def remove(self) -> None:
+        """Take it away."""
 
 
 class Engine:
@@ -75,7 +81,7 @@ class Engine:
         self._bindings: list[Binding] = []
         self._bind_hooks: list[Callable[[Engine, Binding], None]] = []
         self._records: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._hooks: list[RemovableHandle] = []
+        self._hooks: list[Removable] = []
         self._forwards: list[UnitForward] = []
         self._usual_count = 1
         self._saw_microbatch = False
@@ -102,7 +108,7 @@ class Engine:
         """Call ``hook`` for every optimizer bound from now on."""
         self._bind_hooks.append(hook)
 
-    def add_hook(self, handle: RemovableHandle) -> None:
+    def add_hook(self, handle: Removable) -> None:
         """Remove ``handle`` when the engine is detached."""
         self._hooks.append(handle)
 
