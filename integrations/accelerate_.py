@@ -35,7 +35,7 @@ def wrap_init(original: Callable[..., None]) -> Callable[..., None]:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - Accelerate is untyped
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         plugin, args, kwargs = take_plugin(signature, self, args, kwargs)
         if plugin is not None:
             session.plugin = plugin

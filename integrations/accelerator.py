@@ -39,7 +39,7 @@ class SlideFormerAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate i
     slideformer_config: SlideFormerConfig
     slideformer_status: Status
 
-    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:  # noqa: ANN401
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Attaches engines to all modules first, so that the order of the arguments does not matter."""
         models = [item for item in args if isinstance(item, nn.Module)]
         given = [item for item in args if optimizers.is_optimizer(item)]
@@ -50,7 +50,7 @@ class SlideFormerAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate i
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
-    ) -> Any:  # noqa: ANN401
+    ) -> Any:
         """The same object, driven by an engine, never moved whole.
 
         A model prepared for evaluation slides too (``Trainer.evaluate`` before ``train`` prepares the model that will
@@ -68,7 +68,7 @@ class SlideFormerAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate i
         with self._without_whole_model_compile():
             return super().prepare_model(model, device_placement=False, evaluation_mode=evaluation_mode)
 
-    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:  # noqa: ANN401
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
         """A real ``AcceleratedOptimizer`` over the user's own object, whose step the engine makes."""
         # Bound first: with a gradient scaler, the wrapper remembers the step method that it finds.
         optimizers.bind(optimizer)
@@ -78,7 +78,7 @@ class SlideFormerAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate i
             prepared.__class__ = optimizers.SlideFormerOptimizer
         return prepared
 
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:  # noqa: ANN401
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """As ever; the status line sees the loss."""
         super().backward(loss, **kwargs)
         self.slideformer_status.saw_loss(loss)
@@ -95,7 +95,7 @@ class SlideFormerAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate i
 
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2
-    ) -> Any:  # noqa: ANN401
+    ) -> Any:
         """Clips by the global norm; ours where one engine owns all gradients, torch's in place otherwise."""
         tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         engine, owned = self._owner(tensors) if float(norm_type) == 2.0 else (None, [])
@@ -104,12 +104,10 @@ class SlideFormerAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate i
         self.unscale_gradients()
         return engine.clip_grad_norm_(owned, float(max_norm), 2.0)
 
-    def free_memory(self, *objects: Any) -> Any:  # noqa: ANN401
+    def free_memory(self, *objects: Any) -> Any:
         """Detaches the engines of the prepared models (plain CPU models again), then frees as ever."""
-        from slideformer_backend import api
-
         for model in [*self._models, *(item for item in objects if isinstance(item, nn.Module))]:
-            engine = api.engine_of(model)
+            engine = placement.engine_around(model)
             if engine is not None:
                 engine.detach()
         return super().free_memory(*objects)
@@ -120,7 +118,7 @@ class SlideFormerAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate i
 
         if next(model.parameters(), None) is None:
             return
-        if api.engine_of(model) is None:
+        if placement.engine_around(model) is None:
             self._refuse_model(model)
             placement.forget(model)
             engine = api.attach(
@@ -130,6 +128,10 @@ class SlideFormerAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate i
             state = self.gradient_state
             engine.last_microbatch = lambda: bool(state.sync_gradients)
             self.slideformer_status.watch_model(model, engine)
+            if self.slideformer_config.lazy_logits:
+                from slideformer_backend.integrations import lazy_logits
+
+                lazy_logits.install(engine)
         for prepared in self._optimizers:
             if optimizers.bind(prepared) and isinstance(prepared, optimizers.SlideFormerOptimizer):
                 prepared.follow_step()

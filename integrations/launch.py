@@ -30,7 +30,7 @@ from slideformer_backend.integrations.session import disabled, session
 RUNNER = "slideformer_backend.run"
 
 
-def wrap_cluster_config(original: Any) -> Any:  # noqa: ANN401 - Accelerate is untyped
+def wrap_cluster_config(original: Any) -> Any:
     """A ``ClusterConfig`` that knows the section and the distributed type, and writes both back."""
 
     @dataclasses.dataclass
@@ -38,7 +38,7 @@ def wrap_cluster_config(original: Any) -> Any:  # noqa: ANN401 - Accelerate is u
         slideformer_config: Any = None
 
         @staticmethod
-        def process_config(config_dict: dict[str, Any]) -> Any:  # noqa: ANN401
+        def process_config(config_dict: dict[str, Any]) -> Any:
             if _is_ours(config_dict.get("distributed_type")) or config_dict.get(SECTION) is not None:
                 config_dict.setdefault("num_processes", 1)
             return original.process_config(config_dict)
@@ -74,7 +74,7 @@ def wrap_cluster_config(original: Any) -> Any:  # noqa: ANN401 - Accelerate is u
             args = argparse.Namespace(**{FLAG: True, SECTION: self.slideformer_config})
             settings_of(args, {})  # unknown keys and bad values are named before anything is launched
 
-        def to_dict(self) -> Any:  # noqa: ANN401
+        def to_dict(self) -> Any:
             section, self.slideformer_config = self.slideformer_config, None
             try:
                 result = dict(super().to_dict())
@@ -105,7 +105,7 @@ def wrap_parse_known_args(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(original)
-    def parse_known_args(self: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> Any:  # noqa: ANN401
+    def parse_known_args(self: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> Any:
         ours = _is_launch_parser(self)
         if ours:
             add_flags(self)
@@ -157,7 +157,7 @@ def wrap_validate(original: Callable[..., Any]) -> Callable[..., Any]:
     """Refuses other strategies before one of them is started, or asks for a package that is not installed."""
 
     @functools.wraps(original)
-    def validate(args: argparse.Namespace) -> Any:  # noqa: ANN401
+    def validate(args: argparse.Namespace) -> Any:
         result = original(args)
         settings_of(args, os.environ)
         return result
@@ -169,7 +169,7 @@ def wrap_other_launcher(original: Callable[..., Any]) -> Callable[..., Any]:
     """Refuses to start a strategy of many processes together with SlideFormer."""
 
     @functools.wraps(original)
-    def prepare(args: argparse.Namespace, *rest: Any, **named: Any) -> Any:  # noqa: ANN401
+    def prepare(args: argparse.Namespace, *rest: Any, **named: Any) -> Any:
         settings_of(args, os.environ)
         return original(args, *rest, **named)
 
@@ -180,7 +180,7 @@ def wrap_simple_launcher(original: Callable[..., Any]) -> Callable[..., Any]:
     """Hands the configuration to the training process, and undoes what would slow it down or split it."""
 
     @functools.wraps(original)
-    def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> Any:  # noqa: ANN401
+    def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> Any:
         settings = settings_of(args, os.environ)
         command, environ = original(args)
         if settings is None:

@@ -95,6 +95,6 @@ def refuse_stale(optimizers: Iterable[torch.optim.Optimizer], models: Iterable[t
                 )
 
 
-def is_optimizer(value: Any) -> bool:  # noqa: ANN401 - any argument of prepare()
+def is_optimizer(value: Any) -> bool:
     """Whether ``value`` is an optimizer, wrapped or not."""
     return isinstance(value, torch.optim.Optimizer)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,6 +21,9 @@ from torch.utils.hooks import RemovableHandle
 from slideformer_backend.errors import UnsupportedError
 from slideformer_backend.integrations.patches import Patch
 from slideformer_backend.integrations.session import session
+
+if TYPE_CHECKING:
+    from slideformer_backend.api import Engine
 
 _pending: WeakKeyDictionary[nn.Module, PendingMove] = WeakKeyDictionary()
 
@@ -40,15 +43,15 @@ class PendingMove:
     def cancel(self) -> None:
         self._handle.remove()
 
-    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:  # noqa: ANN401
+    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         forget(module)
-        if not is_managed(module):
+        if engine_around(module) is None:
             module._apply(self._moved)  # type: ignore[no-untyped-call]  # torch does not annotate it
             # The script may have put its batch where `model.device` was.
             args, kwargs = tree_map(self._moved, (args, kwargs))
         return args, kwargs
 
-    def _moved(self, value: Any) -> Any:  # noqa: ANN401 - leaves of arbitrary arguments
+    def _moved(self, value: Any) -> Any:
         return value.to(self.device) if isinstance(value, torch.Tensor) else value
 
 
@@ -72,10 +75,15 @@ def pending_device(module: nn.Module) -> torch.device | None:
     return None if move is None else move.device
 
 
-def is_managed(module: nn.Module) -> bool:
-    """Whether an engine drives ``module`` or a model that contains it. Never imports the engine."""
+def engine_around(module: nn.Module) -> Engine | None:
+    """The engine that drives ``module``, a model that contains it, or one inside it. Never imports the engine."""
     api = sys.modules.get("slideformer_backend.api")
-    return api is not None and api.engine_of(module) is not None
+    if api is None:
+        return None
+    for engine in api.engines():
+        if any(part is module for part in engine.model.modules()):
+            return cast("Engine", engine)
+    return cast("Engine | None", api.engine_of(module))
 
 
 def slides(module: nn.Module) -> bool:
@@ -97,11 +105,11 @@ def wrap_to(original: Callable[..., Any]) -> Callable[..., Any]:
     """``Module.to``: changes dtype and memory format at once, and puts off the move to the GPU."""
 
     @functools.wraps(original)
-    def to(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def to(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not session.is_active():
             return original(self, *args, **kwargs)
         device, dtype, memory_format = _parse(*args, **kwargs)
-        if is_managed(self):
+        if engine_around(self) is not None:
             _refuse_cast(self, dtype)
             return self
         if device is None or not is_accelerator(device) or not slides(self):
@@ -120,7 +128,7 @@ def wrap_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
     """``Module.cuda``: as ``Module.to``."""
 
     @functools.wraps(original)
-    def cuda(self: nn.Module, device: int | torch.device | None = None) -> Any:  # noqa: ANN401
+    def cuda(self: nn.Module, device: int | torch.device | None = None) -> Any:
         if not session.is_active():
             return original(self, device)
         return self.to(
@@ -130,7 +138,7 @@ def wrap_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
     return cuda
 
 
-def _parse(*args: Any, **kwargs: Any) -> tuple[torch.device | None, torch.dtype | None, Any]:  # noqa: ANN401
+def _parse(*args: Any, **kwargs: Any) -> tuple[torch.device | None, torch.dtype | None, Any]:
     device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
     return device, dtype, memory_format
 

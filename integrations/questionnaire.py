@@ -17,7 +17,7 @@ def wrap_get_cluster_input(original: Callable[..., Any]) -> Callable[..., Any]:
     """Asks for SlideFormer after Accelerate's own questions, when those chose one process and no other strategy."""
 
     @functools.wraps(original)
-    def get_cluster_input() -> Any:  # noqa: ANN401 - Accelerate is untyped
+    def get_cluster_input() -> Any:
         config = original()
         kind = str(getattr(config.distributed_type, "value", config.distributed_type))
         if kind == "NO" and _ask("Do you want to use SlideFormer (offload for one GPU)? [yes/NO]: ", _yes_no, False):
@@ -48,7 +48,7 @@ def _value(name: str, text: str) -> object:
     return SlideFormerConfig.from_mapping({name: text}).to_mapping()[name]
 
 
-def _ask(question: str, convert: Callable[[str], Any], default: object) -> Any:  # noqa: ANN401
+def _ask(question: str, convert: Callable[[str], Any], default: object) -> Any:
     while True:
         text = input(question).strip()
         if not text:

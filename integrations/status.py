@@ -39,7 +39,7 @@ class StatusTracker(GeneralTracker):  # type: ignore[misc]  # Accelerate is unty
         totals = [values[name] for name in _TOTALS if isinstance(values.get(name), int) and values[name] > 0]
         self._line.expect(totals[0] if totals else None)
 
-    def log(self, values: Mapping[str, Any], step: int | None = None, **_: Any) -> None:  # noqa: ANN401
+    def log(self, values: Mapping[str, Any], step: int | None = None, **_: Any) -> None:
         self._line.log(values)
 
     def finish(self) -> None:

@@ -23,7 +23,7 @@ def wrap_check_and_set_device_map(original: Callable[..., Any]) -> Callable[...,
     """
 
     @functools.wraps(original)
-    def check_and_set_device_map(device_map: Any) -> Any:  # noqa: ANN401 - a device, name, index, dict or None
+    def check_and_set_device_map(device_map: Any) -> Any:
         result = original(device_map)
         if not session.is_active() or result is None or _is_meta(result):
             return result
@@ -40,12 +40,12 @@ def _is_meta(device_map: object) -> bool:
     return any(str(device) == "meta" for device in devices)
 
 
-def wrap_from_pretrained(original: Any) -> Any:  # noqa: ANN401 - a classmethod object
+def wrap_from_pretrained(original: Any) -> Any:
     """Notes where the script wanted the model, for the case that it is never prepared (a teacher)."""
     function = original.__func__
 
     @functools.wraps(function)
-    def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
         if not session.is_active():
             return function(cls, *args, **kwargs)
         token = _asked.set([])
@@ -61,7 +61,7 @@ def wrap_from_pretrained(original: Any) -> Any:  # noqa: ANN401 - a classmethod 
     return classmethod(from_pretrained)
 
 
-def _put_off(model: Any, device_map: object) -> None:  # noqa: ANN401 - a model, or a tuple with one
+def _put_off(model: Any, device_map: object) -> None:
     import torch
 
     from slideformer_backend.integrations import placement
@@ -74,11 +74,11 @@ def _put_off(model: Any, device_map: object) -> None:  # noqa: ANN401 - a model,
         placement.put_off(loaded, target)
 
 
-def wrap_n_gpu(original: Any) -> Any:  # noqa: ANN401 - a property object
+def wrap_n_gpu(original: Any) -> Any:
     """``TrainingArguments.n_gpu``: one process trains on one GPU, never in ``DataParallel``."""
     getter = original.fget
 
-    def n_gpu(self: Any) -> int:  # noqa: ANN401
+    def n_gpu(self: Any) -> int:
         count = int(getter(self))
         return min(count, 1) if session.is_active() else count
 
@@ -89,7 +89,7 @@ def wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:
     """``Trainer.train``: refuses what can only fail at the first step, after an update has been applied."""
 
     @functools.wraps(original)
-    def train(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def train(self: Any, *args: Any, **kwargs: Any) -> Any:
         config = session.config()
         if config is not None and config.update == "immediate":
             if self.args.max_grad_norm is not None and self.args.max_grad_norm > 0:

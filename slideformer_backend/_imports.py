@@ -78,7 +78,7 @@ class _Loader:
         for callback in self._callbacks:
             callback(module)
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - get_source, is_package and whatever else the loader has
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
 
@@ -92,7 +92,7 @@ def _call_when_complete(module: ModuleType, callback: Callback) -> None:
     own_class = type(module)
 
     class Pending(own_class):  # type: ignore[misc, valid-type]  # the base is only known at run time
-        def __getattribute__(self, name: str) -> Any:  # noqa: ANN401
+        def __getattribute__(self, name: str) -> Any:
             spec = own_class.__getattribute__(self, "__spec__")
             if not getattr(spec, "_initializing", False) and type(self) is Pending:
                 object.__setattr__(self, "__class__", own_class)

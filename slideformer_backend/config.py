@@ -172,10 +172,10 @@ class SlideFormerConfig:
         one_of("off", "auto", "bar", "lines"),
         "a live status: progress, loss, tokens/s, memory, who waits for whom; auto: a bar on a terminal, else lines",
     )
-    gpu_memory: int | Literal["auto"] = _key("auto", _or("auto", SIZE), "GPU memory to plan for", built=False)
+    gpu_memory: int | Literal["auto"] = _key("auto", _or("auto", SIZE), "GPU memory to plan for")
     host_memory: int | Literal["auto"] = _key("auto", _or("auto", SIZE), "host memory to plan for", built=False)
     recompute: Literal["auto", "always", "never"] = _key(
-        "auto", one_of("auto", "always", "never"), "whether backward recomputes a unit's activations", built=False
+        "auto", one_of("auto", "always", "never"), "whether backward recomputes a unit's activations"
     )
     activations: Literal["auto", "gpu", "host", "nvme"] = _key(
         "auto", one_of("auto", "gpu", "host", "nvme"), "where the inputs of units wait for backward", built=False
@@ -183,7 +183,7 @@ class SlideFormerConfig:
     kernels: str | tuple[str, ...] = _key(
         "auto", Kind("auto, off or kernel names", _names), "which fused kernels replace a model's own", built=False
     )
-    lazy_logits: bool = _key(True, BOOLEAN, "fuse the head with the loss, never holding all logits", built=False)
+    lazy_logits: bool = _key(True, BOOLEAN, "fuse the head with the loss, never holding all logits")
     weights: Literal["auto", "host", "nvme"] = _key(
         "auto", one_of("auto", "host", "nvme"), "where weights outside the window live", built=False
     )
@@ -201,7 +201,7 @@ class SlideFormerConfig:
     state_dtype: Literal["fp32", "bf16", "int8"] = _key(
         "fp32", one_of("fp32", "bf16", "int8"), "storage of the optimizer's moments", built=False
     )
-    trace: str | None = _key(None, _or(None, PATH), "file for a timeline of the run", built=False)
+    trace: str | None = _key(None, _or(None, PATH), "file for a timeline of the run (opens in ui.perfetto.dev)")
     report: str | None = _key(None, _or(None, PATH), "file for the figures of the run", built=False)
 
     def __post_init__(self) -> None:

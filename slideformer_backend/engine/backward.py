@@ -18,7 +18,7 @@ from ..transfer import Backend, copy
 from .edges import Edges
 from .policy import UpdatePolicy
 from .unit import ONE, ParamRecord, Unit, Where
-from .window import Window
+from .window import GradientSlot, Window
 
 
 class Visit:
@@ -62,11 +62,14 @@ class Backward:
         self.edges = edges
         self.count = 0
         """Backward passes since the last ``step()``."""
+        self.measures_slots = backend.device.type == "cuda"
+        """Whether norms are taken in the device slot, before the gradient is on the host."""
         self._fetch = fetch
         self._expects_step = expects_step
         self._task = -1
         self._open: list[Visit] = []
-        self._is_last = True
+        self.is_last = True
+        """Whether a ``step()`` should follow the running backward."""
 
     @property
     def is_running(self) -> bool:
@@ -93,7 +96,7 @@ class Backward:
         self.policy.check_backward()
         self._task = task
         self.count += 1
-        self._is_last = self._expects_step()
+        self.is_last = self._expects_step()
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def open(self, visit: Visit) -> None:
@@ -119,6 +122,7 @@ class Backward:
             unit.gradient_slot = self.window.take_gradient_slot(unit)
             if unit.gradient is not None and unit.with_gradient:
                 self._send_pending(unit)
+        self.backend.begin("backward", unit.name)
 
     def close(self, visit: Visit) -> None:
         """The last gradient kernel of the visit has been issued: the unit leaves the window."""
@@ -132,6 +136,7 @@ class Backward:
             return
         for record in unit.trainable:
             record.parameter.grad = None
+        self.backend.end("backward", unit.name)
         self.window.release(unit)
         self._send_gradient(unit)
 
@@ -173,7 +178,7 @@ class Backward:
         self._task = -1
         for visit in list(self._open):
             self.close(visit)
-        self.edges.after_backward(is_last=self._is_last)
+        self.edges.after_backward(is_last=self.is_last)
 
     def _end(self) -> None:
         self.finish()
@@ -193,7 +198,6 @@ class Backward:
             after={
                 "h2d after gradient filled": buffer.filled,
                 "h2d after gradient scaled": unit.updated,
-                "h2d after gradient slot drained": slot.drained,
                 "h2d after gradient slot leased": self.backend.mark("lease of a gradient slot"),
             },
             reads=(buffer.slab,),
@@ -204,6 +208,11 @@ class Backward:
             if record.spec.dtype == record.parameter.dtype:
                 record.parameter.grad = record.gradient_view(slot.flat)
 
+    def _measure_slot(self, unit: Unit, slot: GradientSlot) -> None:
+        # a device reads the slot at its own bandwidth; the host would spend a tenth of an update on it
+        pairs = [(record, record.gradient_view(slot.flat).reshape(-1)) for record in unit.with_gradient]
+        self.policy.norms.on_device(unit, pairs)
+
     def _send_gradient(self, unit: Unit) -> None:
         slot, unit.gradient_slot = unit.gradient_slot, None
         if slot is None:
@@ -213,6 +222,11 @@ class Backward:
             slot.drained = unit.gradient.sent if unit.gradient is not None else None
             self.window.give_gradient_slot(unit, slot)
             return
+        for record in unit.trainable:
+            if id(record) in arrived:
+                record.has_gradient, record.square_sum = True, None
+        if self.measures_slots:
+            self._measure_slot(unit, slot)
         buffer = self.policy.target_buffer(unit)
         size = unit.layout.gradient_bytes
         source, target = slot.flat[:size], buffer.slab.flat[:size]
@@ -222,7 +236,6 @@ class Backward:
             after={
                 "d2h after compute": self.backend.mark(f"backward of {unit.name}"),
                 "d2h after gradient buffer drained": buffer.drained,
-                "d2h after gradient sent": buffer.sent,
                 "d2h after norm": unit.measured if buffer is unit.gradient else None,
                 "d2h after update": unit.updated if buffer is unit.gradient else None,
             },
@@ -230,12 +243,10 @@ class Backward:
             writes=(buffer.slab,),
         )
         self.window.give_gradient_slot(unit, slot)
-        for record in unit.trainable:
-            if id(record) in arrived:
-                record.has_gradient, record.square_sum = True, None
         self.policy.replace_gradient(unit, buffer)
-        self.policy.measure(unit)
-        is_last = self._is_last and all(visit.is_done for visit in unit.visits)
+        if not self.measures_slots:
+            self.policy.measure(unit)
+        is_last = self.is_last and all(visit.is_done for visit in unit.visits)
         self.policy.arrive(unit, is_last=is_last)
 
 

@@ -8,6 +8,8 @@ import torch
 
 from ..errors import UnsupportedError
 from ..transfer import Backend, copy
+from .device_kernels import scale
+from .device_units import DeviceUnits
 from .guard import plain
 from .policy import UpdatePolicy
 from .unit import ONE, ParamRecord, Unit
@@ -20,8 +22,11 @@ class Edges:
     backward adds to the gradient or user code gets hold of it.
     """
 
-    def __init__(self, backend: Backend, units: Sequence[Unit], policy: UpdatePolicy) -> None:
+    def __init__(
+        self, backend: Backend, units: Sequence[Unit], policy: UpdatePolicy, device_units: DeviceUnits
+    ) -> None:
         self.backend = backend
+        self.device_units = device_units
         self.units = list(units)
         self.policy = policy
         self._outdated: set[int] = set()
@@ -29,24 +34,33 @@ class Edges:
     def outdate(self, record: ParamRecord) -> None:
         """The device gradient of ``record`` is no longer what the host copy holds."""
         self._outdated.add(id(record))
+        if record.unit.updates_on_device:
+            record.square_sum = None
 
-    def accumulated(self, record: ParamRecord) -> None:
-        """Post-accumulate hook of an edge parameter."""
+    def accumulated(self, record: ParamRecord, *, is_last: bool) -> None:
+        """Post-accumulate hook of a resident parameter; ``is_last``: a ``step()`` should follow this backward."""
         gradient = device_gradient(record)
         if gradient is not None and gradient.layout is not torch.strided:
             raise UnsupportedError(
                 f"{record.name} received a sparse gradient.", remedy="build the embedding with sparse=False"
             )
         self.outdate(record)
+        if is_last and record.unit.updates_on_device:
+            self.device_units.accumulated(record)
 
     def after_backward(self, *, is_last: bool) -> None:
         """Start copying new gradients to the host when a ``step()`` should follow."""
         if is_last:
             for unit in self.units:
-                self.copy_gradient(unit, is_last=True)
+                if not unit.updates_on_device:
+                    self.copy_gradient(unit, is_last=True)
+        self.device_units.collect()
 
     def copy_gradient(self, unit: Unit, *, is_last: bool) -> None:
-        """Bring the host copy of the unit's gradient up to date (nothing if it is)."""
+        """Bring the host copy of the unit's gradient up to date (nothing if it is, or if there is none to be)."""
+        if unit.updates_on_device:
+            self.device_units.observe(unit)
+            return
         records = [record for record in unit.trainable if device_gradient(record) is not None]
         if not any(id(record) in self._outdated for record in records):
             return
@@ -62,7 +76,7 @@ class Edges:
             for target, source in pairs:
                 copy(target, source)
 
-        buffer.filled = self.backend.d2h.submit(
+        unit.copied = buffer.filled = self.backend.d2h.submit(
             f"gradient of {unit.name} to the host",
             run,
             after={
@@ -71,6 +85,7 @@ class Edges:
                 "d2h after norm": unit.measured if buffer is unit.gradient else None,
                 "d2h after update": unit.updated if buffer is unit.gradient else None,
             },
+            reads=(unit.resident_gradient,),
             writes=(buffer.slab,),
             keep=pairs,
         )
@@ -79,23 +94,38 @@ class Edges:
         self.policy.replace_gradient(unit, buffer)
         self.policy.measure(unit)
         self.policy.arrive(unit, is_last=is_last)
-        self.consumed(unit)
+        spent = self.drop_spent(unit)
+        if spent:
+            self.send_weights(unit, spent)
 
-    def consumed(self, unit: Unit) -> None:
-        """Under ``immediate`` the gradient is spent: as for sliding units, ``grad`` is None afterwards."""
-        if unit.gradient is None:
-            for record in unit.trainable:
-                set_device_gradient(record, None)
-            self.send_weights(unit, unit.trainable)
+    def drop_spent(self, unit: Unit) -> list[ParamRecord]:
+        """Under ``immediate`` an applied gradient is spent: as for sliding units, ``grad`` is None afterwards."""
+        spent = [r for r in unit.trainable if not r.has_gradient and device_gradient(r) is not None]
+        for record in spent:
+            set_device_gradient(record, None)
+        return spent
+
+    def before_write(self, unit: Unit) -> None:
+        """Compute issued from now on may write the device gradients: the last copy of them has been taken."""
+        self.backend.order("compute after resident gradient copied", unit.copied)
+        self.backend.touch(f"gradient of {unit.name}", writes=(unit.resident_gradient,))
+
+    def before_accumulation(self, record: ParamRecord) -> None:
+        """Tensor hook of an edge parameter: autograd is about to add to its gradient."""
+        self.backend.touch(f"backward with {record.unit.name}", reads=(record.unit.resident,))
+        self.before_write(record.unit)
 
     def clip(self, records: Sequence[ParamRecord]) -> None:
         """Apply the clip just recorded to device gradients, as torch does: autograd may add to them before any hook of
         ours runs. The host copies stay as they are; their log entries carry the coefficient."""
         for record in records:
             gradient = device_gradient(record)
-            if record.coefficient != ONE and gradient is not None:
+            if record.unit.updates_on_device:
+                self.device_units.clip(record)
+            elif record.coefficient != ONE and gradient is not None:
+                self.before_write(record.unit)
                 with torch.no_grad():
-                    plain(gradient).mul_(torch.tensor(record.coefficient, device=gradient.device))
+                    scale(plain(gradient), record.coefficient)
 
     def apply_coefficient(self, record: ParamRecord) -> None:
         """Let the next host copy be that of the clipped device gradient."""
@@ -122,6 +152,7 @@ class Edges:
                 "h2d after compute released weights": self.backend.mark(f"compute with {unit.name}"),
             },
             reads=(unit.weights,),
+            writes=(unit.resident,),
             keep=pairs,
         )
 

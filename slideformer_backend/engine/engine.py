@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -15,23 +16,33 @@ from ..config import SlideFormerConfig
 from ..optim.numba_kernels import warm_up
 from ..optim.workers import WorkerPool, default_threads
 from ..storage import HostMemory
+from ..trace import Recorder
 from ..transfer import Monitor, backend_for
 from .access import EdgeAccess, ParameterAccess
 from .arithmetic import Arithmetic
 from .backward import Backward, Visit
 from .binding import Binding
 from .build import build_units
+from .device_units import DeviceUnits
 from .driver import UnitForward
 from .edges import Edges
 from .guard import guard, unguard
+from .hooks import Accumulated, BeforeAccumulation, BeforeForward
 from .immediate import Immediate
+from .norms import Norms
 from .redo_log import RedoLog
-from .report import EngineReport, make_report
+from .report import EngineReport, allocated_bytes, make_report
+from .residency import Residency
 from .schedule import Phase, Schedule
-from .states import allocate_states, load_states, master_of
+from .states import LOW, MASTER, allocate_states, load_states, master_of
 from .stepper import Stepper
 from .unit import ParamRecord, Unit, Weights, Where
 from .window import Window
+
+SWITCH_INTERVAL = 2e-4
+"""Seconds after which a thread that wants the GIL gets it. Workers need it for microseconds at both ends of a kernel;
+at Python's 5 ms they stand still for as long as the kernel runs (measured: an advance of 100 M parameters took 57 ms
+instead of 38)."""
 
 
 class Removable(Protocol):
@@ -58,9 +69,13 @@ class Engine:
     ) -> None:
         self.model = model
         self.config = config
+        self._switch_interval = sys.getswitchinterval()
+        sys.setswitchinterval(min(self._switch_interval, SWITCH_INTERVAL))
         self.last_microbatch: Callable[[], bool] = lambda: True
         self.backend = backend_for(device, monitor)
         self.device = self.backend.device
+        if config.trace is not None:
+            self.backend.record(Recorder(self.device, config.trace))
         pin = self.device.type == "cuda" if config.pin_memory == "auto" else config.pin_memory
         self.memory = HostMemory(pin=pin and self.device.type == "cuda")
         self.units = build_units(model, self.device, autocast_dtype, self.memory)
@@ -70,8 +85,14 @@ class Engine:
         depth = 2 if config.prefetch == "auto" else config.prefetch
         self.window = Window(self.backend, self.units, depth)
         policy = Immediate if config.update == "immediate" else RedoLog
-        self.policy = policy(self.backend, self.window, self.memory, Arithmetic(self.workers))
-        self.edges = Edges(self.backend, [unit for unit in self.units if unit.is_edge], self.policy)
+        arithmetic = Arithmetic(self.workers)
+        norms = Norms(self.backend, self.memory, arithmetic)
+        self.policy = policy(self.backend, self.window, self.memory, arithmetic, norms)
+        device_units = DeviceUnits(norms)
+        edges = [unit for unit in self.units if unit.is_edge]
+        self.edges = Edges(self.backend, edges, self.policy, device_units)
+        self.residency = Residency(config, self.backend, self.window, self.policy, self.memory)
+        self.residency.start_edges(edges)
         self.backward = Backward(
             self.backend, self.window, self.policy, self.edges, self._fetch_for_backward, self._expects_step
         )
@@ -90,17 +111,19 @@ class Engine:
     # -- what integrations call ------------------------------------------------------------------------------------
 
     def bind(self, optimizer: Optimizer) -> None:
-        """Make ``optimizer.step`` ours. Idempotent; parameters of other models keep their own step."""
-        if any(binding.optimizer is optimizer for binding in self._bindings):
+        """Make ``optimizer.step`` ours. Idempotent; parameters of other models keep their own step.
+
+        An optimizer bound later takes over parameters of an earlier one, and starts with fresh states as in torch.
+
+        Raises:
+            UnsupportedError: its step cannot run on master weights (it needs a closure).
+        """
+        self._bindings = [binding for binding in self._bindings if binding.is_alive]
+        if self.binding_of(optimizer) is not None:
             return
         binding = Binding(self, optimizer)
         self._bindings.append(binding)
-        for unit in {record.unit for record, _ in binding.records()}:
-            allocate_states(unit, binding.rule, self.memory, in_place=isinstance(self.policy, Immediate))
-        if binding.rule is not None:
-            for record, group in binding.records():
-                states = len(binding.rule.states_used(group))
-                warm_up(binding.rule, record.gradient_kind, record.weight_kind, self.config.update, states=states)
+        self._prepare(binding, binding.assign(takes_over=True))
         for hook in self._bind_hooks:
             hook(self, binding)
 
@@ -143,24 +166,29 @@ class Engine:
     def step(self, binding: Binding) -> None:
         """``optimizer.step()`` of a bound optimizer."""
         self.backward.finish_outside()
+        self._prepare(binding, binding.assign())
+        self.backend.step()
         self.stepper.step(binding)
         self._usual_count, self.backward.count = max(1, self.backward.count), 0
+        self.residency.after_step()
         self._fetch_first()
 
     def step_was_skipped(self, optimizer: Optimizer) -> bool:
         """Whether the last ``step()`` of ``optimizer`` was dropped because of non-finite gradients."""
-        return any(binding.was_skipped for binding in self._bindings if binding.optimizer is optimizer)
+        binding = self.binding_of(optimizer)
+        return binding is not None and binding.was_skipped
 
     def binding_of(self, optimizer: Optimizer) -> Binding | None:
         """The binding of an optimizer."""
-        return next((binding for binding in self._bindings if binding.optimizer is optimizer), None)
+        return next((binding for binding in self._bindings if binding.is_alive and binding.optimizer is optimizer), None)
 
     def settle(self) -> None:
         """Wait for everything in flight and commit everything: host weights and states are final and idle."""
         self.backward.finish_outside()
         for unit in self.units:
+            if unit.updates_on_device:
+                self.edges.device_units.absorb(unit)
             self.policy.settle(unit)
-            self.backend.synchronize("host waits for weights refreshed", unit.refreshed)
 
     def master_of(self, record: ParamRecord) -> torch.Tensor | None:
         """A copy of the fp32 master of a settled parameter; None where the parameter itself is the master."""
@@ -177,8 +205,24 @@ class Engine:
         return make_report(self)
 
     def detach(self) -> None:
-        """Undo everything: plain CPU parameters with their gradients, original forwards, original optimizer step."""
-        self.settle()
+        """Undo everything: plain CPU parameters with their gradients, original forwards, original optimizer step.
+
+        After an operation has failed its exception is raised once more, when everything is undone: parameters then hold
+        what the host held, without gradients.
+        """
+        gradients: dict[int, torch.Tensor] = {}
+        is_settled = False
+        try:
+            self.settle()
+            for record in (record for unit in self.units for record in unit.records):
+                gradient = record.parameter.grad
+                if gradient is not None:
+                    gradients[id(record)] = gradient.detach().to("cpu", copy=True)
+            is_settled = True
+        finally:
+            self._undo(gradients if is_settled else {})
+
+    def _undo(self, gradients: Mapping[int, torch.Tensor]) -> None:
         for hook in self._hooks:
             hook.remove()
         for forward in self._forwards:
@@ -187,9 +231,10 @@ class Engine:
             binding.undo()
         for unit in self.units:
             for record in unit.records:
-                self._release_parameter(record)
+                self._release_parameter(record, gradients.get(id(record)))
         self._bindings.clear()
         self.is_detached = True
+        sys.setswitchinterval(self._switch_interval)
         self.backend.close()
         self.workers.close()
 
@@ -204,9 +249,11 @@ class Engine:
         self._fetch(unit)
         self.window.lease(unit, where, is_wide=is_wide)
         self._fetch_ahead(phase, unit)
+        self.backend.begin("forward", unit.name)
 
     def leave(self, unit: Unit) -> None:
         """The forward of ``unit`` is over."""
+        self.backend.end("forward", unit.name)
         self.window.release(unit)
 
     @contextlib.contextmanager
@@ -216,6 +263,7 @@ class Engine:
         self.enter(unit, Where.FORWARD, is_wide=visit.is_wide, phase=Phase.FORWARD)
         visit.steps = unit.steps
         try:
+            unit.refuse_unfrozen()
             yield
         finally:
             self.leave(unit)
@@ -225,7 +273,13 @@ class Engine:
         """Around the recompute of a visit. In a backward the window stays open until the visit is closed."""
         if self.backward.is_inside():
             self.backward.open(visit)
-            yield
+            before = allocated_bytes(self.device)
+            self.backend.begin("recompute", visit.unit.name)
+            try:
+                yield
+            finally:  # a recompute usually ends by the exception that stops it early
+                self.backend.end("recompute", visit.unit.name)
+                self.residency.observe_recompute(visit.unit, allocated_bytes(self.device) - before)
             return
         self.enter(visit.unit, Where.FORWARD, is_wide=visit.is_wide)
         try:
@@ -239,7 +293,48 @@ class Engine:
             return False
         return any(record.shows_master for record in unit.records)
 
+    def begin_forward(self) -> None:
+        """A forward of the whole model with gradients begins: the time to move units, if they should move."""
+        self.backward.finish_outside()
+        if not self.residency.is_due():
+            return
+        if not all(self.residency.can_move(unit) for unit in self.sliding):
+            return  # gradients are being accumulated: after the next step
+        chosen = set(self.residency.decide(self.sliding).resident)
+        for unit in [unit for unit in self.sliding if unit.index in chosen]:
+            self.move_to_device(unit)
+
+    def move_to_device(self, unit: Unit) -> None:
+        """Make a sliding unit resident: weights, states, updates on the device. Training goes on bit for bit."""
+        self.settle()
+        self.residency.move_to_device(unit)
+        self.sliding.remove(unit)
+        self.edges.units.append(unit)
+        for record in unit.records:
+            guard(record.parameter, EdgeAccess(self, record))
+        self.schedule = Schedule(self.sliding)
+
+    def recomputes(self, unit: Unit) -> bool:
+        """Whether a resident unit recomputes its activations in backward."""
+        placement = self.residency.placement
+        return placement is None or unit.index not in placement.kept_activations
+
     # -- internals -------------------------------------------------------------------------------------------------
+
+    def _prepare(self, binding: Binding, records: Sequence[ParamRecord]) -> None:
+        """States and kernels for parameters that an optimizer steps for the first time."""
+        for unit in {record.unit for record in records}:
+            self.policy.settle(unit)
+            if unit.updates_on_device:
+                DeviceUnits.allocate(unit, binding.rule)
+            else:
+                allocate_states(unit, binding.rule, self.memory, in_place=isinstance(self.policy, Immediate))
+        for record in records:
+            if record.steps:
+                load_states(record, {}, tuple({*record.unit.states, *record.device_states} - {MASTER, LOW}))
+            if binding.rule is not None and record.group is not None:
+                states = len(binding.rule.states_used(record.group))
+                warm_up(binding.rule, record.gradient_kind, record.weight_kind, self.config.update, states=states)
 
     def _install(self) -> None:
         for unit in self.units:
@@ -247,18 +342,15 @@ class Engine:
                 parameter = record.parameter
                 self._records[parameter] = record
                 if record.spec.is_trainable:
-                    accumulated = self.edges.accumulated if unit.is_edge else self.backward.accumulated
-                    self._hooks.append(
-                        parameter.register_post_accumulate_grad_hook(
-                            _Accumulated(self.backward.begin, accumulated, record)
-                        )
-                    )
+                    self._hooks.append(parameter.register_hook(BeforeAccumulation(self, record)))
+                    hook = Accumulated(self, record)
+                    self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
                 access = EdgeAccess(self, record) if unit.is_edge else ParameterAccess(self, record)
                 guard(parameter, access)
                 parameter.__class__ = record.guarded_class
             if unit.module is not None:
                 self._forwards.append(UnitForward(self, unit, unit.module))
-        self._hooks.append(self.model.register_forward_pre_hook(_own_checkpointing_off))
+        self._hooks.append(self.model.register_forward_pre_hook(BeforeForward(self)))
 
     def _fetch(self, unit: Unit) -> None:
         if unit.leases:
@@ -271,7 +363,7 @@ class Engine:
 
     def _fetch_ahead(self, phase: Phase, unit: Unit) -> None:
         for ahead in self.schedule.ahead(phase, unit, self.window.depth):
-            if ahead.weights_are is Weights.CURRENT and not ahead.leases:
+            if ahead.weights_are is Weights.CURRENT and not ahead.leases and not ahead.is_edge:
                 self._fetch(ahead)
 
     def _fetch_for_backward(self, unit: Unit) -> None:
@@ -281,7 +373,7 @@ class Engine:
 
     def _fetch_first(self) -> None:
         unit = self.schedule.first
-        if unit is None or unit.weights_are is not Weights.CURRENT:
+        if unit is None or unit.is_edge or unit.weights_are is not Weights.CURRENT:
             return
         self._fetch(unit)
         self._fetch_ahead(Phase.FORWARD, unit)
@@ -293,37 +385,14 @@ class Engine:
             return False
         return self._saw_microbatch or self.backward.count >= self._usual_count
 
-    def _release_parameter(self, record: ParamRecord) -> None:
+    def _release_parameter(self, record: ParamRecord, gradient: torch.Tensor | None) -> None:
         parameter = record.parameter
-        gradient = parameter.grad
+        self.backend.touch(f"release of {record.name}", reads=(record.unit.resident,))
         unguard(parameter)
         parameter.__class__ = record.own_class
         self._records.pop(parameter, None)
         with torch.no_grad():
-            parameter.data = parameter.data.to("cpu", copy=True)
-            if gradient is not None:
-                parameter.grad = gradient.detach().to("cpu", copy=True)
-
-
-class _Accumulated:
-    """Post-accumulate hook of one parameter."""
-
-    def __init__(
-        self, begin: Callable[[], None], accumulated: Callable[[ParamRecord], None], record: ParamRecord
-    ) -> None:
-        self._begin = begin
-        self._accumulated = accumulated
-        self._record = record
-
-    def __call__(self, parameter: torch.Tensor) -> None:
-        self._begin()
-        self._accumulated(self._record)
-
-
-def _own_checkpointing_off(model: nn.Module, args: object) -> None:
-    """Units are recomputed by the engine; Hugging Face's own checkpointing around them would recompute twice."""
-    for module in model.modules():
-        if module.__dict__.get("gradient_checkpointing") and isinstance(
-            getattr(module.forward, "__func__", None), UnitForward
-        ):
-            module.__dict__["gradient_checkpointing"] = False
+            parameter.grad = None
+            shown = parameter.data if record.unit.is_edge else record.host
+            parameter.data = shown.to("cpu", copy=True)
+            parameter.grad = gradient

@@ -15,6 +15,7 @@ from ..storage import HostMemory, Tracked
 from ..transfer import Backend, GradientBuffer, GradientPool, Ticket, copy
 from .arithmetic import Arithmetic
 from .guard import plain
+from .norms import Norms
 from .unit import ONE, Entry, ParamRecord, Unit, Weights
 from .window import Window
 
@@ -27,15 +28,21 @@ class UpdatePolicy(abc.ABC):
         window: tells the size class of a unit's gradient.
         memory: host allocator.
         arithmetic: the kernels.
+        norms: measures gradients.
     """
 
-    SPARE_BUFFERS = 2
+    SPARE_SHARE = 4
+    """One gradient buffer more per so many units: updates of so many may wait for the next forward to reach them."""
 
-    def __init__(self, backend: Backend, window: Window, memory: HostMemory, arithmetic: Arithmetic) -> None:
+    def __init__(
+        self, backend: Backend, window: Window, memory: HostMemory, arithmetic: Arithmetic, norms: Norms
+    ) -> None:
         self.backend = backend
         self.window = window
         self.memory = memory
         self.arithmetic = arithmetic
+        self.norms = norms
+        self.spare_buffers = max(2, window.units // self.SPARE_SHARE)
         self.repairs = 0
         """Speculative weights that had to be computed again, in units."""
         self._pools: dict[int, GradientPool] = {}
@@ -72,7 +79,7 @@ class UpdatePolicy(abc.ABC):
             self.commit(unit)  # user code looks at this very memory: autograd adds to it in place
         if unit.gradient is not None and unit.gradient is not unit.logged:
             return unit.gradient
-        return self._pool(unit).take(spare=self.SPARE_BUFFERS)
+        return self._pool(unit).take(spare=self.spare_buffers)
 
     def replace_gradient(self, unit: Unit, buffer: GradientBuffer) -> None:
         """``buffer`` now holds the visible gradient of ``unit``."""
@@ -99,8 +106,13 @@ class UpdatePolicy(abc.ABC):
                 "release after gradient sent": buffer.sent,
             },
             writes=(slab,) if spoils else (),
+            line=unit.line,
         )
         self._pool(unit).give(buffer, ticket)
+
+    def release_pool(self, unit: Unit) -> None:
+        """A unit left for the device: one buffer fewer is needed on the host."""
+        self._pool(unit).shrink(keep=self.spare_buffers)
 
     def forget(self, record: ParamRecord) -> None:
         """``grad = None``: the visible gradient of one parameter goes; a logged step keeps its own reference."""
@@ -124,19 +136,8 @@ class UpdatePolicy(abc.ABC):
         buffer = unit.gradient
         is_aliased = buffer is not None and buffer.is_aliased
         records = [record for record in unit.with_gradient if record.square_sum is None or is_aliased]
-        if not records or buffer is None:
-            return
-
-        def run() -> None:
-            for record, total in zip(records, self.arithmetic.square_sums(records, buffer.slab), strict=True):
-                record.square_sum = total
-
-        unit.measured = self.backend.norms.submit(
-            f"norm of {unit.name}",
-            run,
-            after={"norm after gradient filled": buffer.filled, "norm after gradient scaled": unit.updated},
-            reads=(buffer.slab,),
-        )
+        if records and buffer is not None:
+            self.norms.on_host(unit, records, buffer)
 
     def apply_coefficients(self, unit: Unit) -> None:
         """Turn recorded clips of ``unit`` into clipped gradients, as torch's in-place clip leaves them."""
@@ -152,7 +153,7 @@ class UpdatePolicy(abc.ABC):
             unit,
             f"clip of {unit.name}",
             lambda: self.arithmetic.scale(records, coefficients, buffer.slab),
-            after={"clip after gradient filled": buffer.filled, "clip after norm": unit.measured},
+            after={"clip after gradient filled": buffer.filled},  # norms of device slots come before the gradient does
             writes=(buffer.slab,),
         )
         for record in records:
@@ -195,11 +196,12 @@ class UpdatePolicy(abc.ABC):
             return
         for record in records:
             record.is_exposed = False
-        trainable = [record for record in records if "master" in unit.states and record.spec.is_trainable]
-        if not trainable:
+        trainable = [record for record in records if record.spec.is_trainable]
+        has_master = "master" in unit.states
+        if not trainable or not (has_master or unit.is_edge):
             return
         self.commit(unit)
-        after = self.before_weights(unit)
+        after: dict[str, Ticket | None] = {}  # user code was let in after all transfers from the weights
         if unit.is_edge:
             after["reconcile after weights pulled"] = self.pull(unit)
             for record in unit.records:
@@ -208,7 +210,7 @@ class UpdatePolicy(abc.ABC):
         self.operate(
             unit,
             f"user's writes to {unit.name}",
-            lambda: self.arithmetic.reconcile(trainable),
+            (lambda: self.arithmetic.reconcile(trainable)) if has_master else nothing,
             after=after,
             writes=(unit.weights, *unit.states.values()),
         )
@@ -227,8 +229,8 @@ class UpdatePolicy(abc.ABC):
             after={
                 "pull after compute": self.backend.mark("user's writes"),
                 "pull after update": unit.updated,
-                "pull after weights sent": unit.sent,
             },
+            reads=(unit.resident,),
             writes=(unit.weights,),
             keep=pairs,
         )
@@ -236,12 +238,15 @@ class UpdatePolicy(abc.ABC):
 
     def settle(self, unit: Unit) -> None:
         """Host weights, masters and moments of ``unit`` are final and idle when this returns."""
+        if unit.updates_on_device:
+            return
         self.absorb(unit)
         self.commit(unit)
         if unit.weights_are is not Weights.CURRENT:
             self.refresh(unit)
         self.backend.synchronize("host waits for update", unit.updated)
         self.backend.synchronize("host waits for weights sent", unit.sent)
+        self.backend.touch_host(f"settled {unit.name}", writes=(unit.weights, *unit.states.values()))
 
     # -- lane ------------------------------------------------------------------------------------------------------
 
@@ -254,9 +259,12 @@ class UpdatePolicy(abc.ABC):
         after: Mapping[str, Ticket | None],
         reads: Sequence[Tracked] = (),
         writes: Sequence[Tracked] = (),
+        can_wait: bool = False,
     ) -> None:
-        """Queue host arithmetic of ``unit`` on the update lane."""
-        unit.updated = self.backend.update.submit(name, run, after=after, reads=reads, writes=writes)
+        """Queue host arithmetic of ``unit`` on the update lane; ``can_wait``: for idle time."""
+        unit.updated = self.backend.update.submit(
+            name, run, after=after, reads=reads, writes=writes, line=unit.line, can_wait=can_wait
+        )
 
     @staticmethod
     def before_weights(unit: Unit) -> dict[str, Ticket | None]:
@@ -268,3 +276,7 @@ class UpdatePolicy(abc.ABC):
         if size not in self._pools:
             self._pools[size] = GradientPool(self.memory, str(size), size)
         return self._pools[size]
+
+
+def nothing() -> None:
+    """Only the order matters: what follows on the lane runs behind the transfer."""

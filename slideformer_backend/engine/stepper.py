@@ -16,7 +16,7 @@ from .clip import as_tensor, clip_to, total_norm
 from .edges import Edges
 from .immediate import Immediate
 from .redo_log import RedoLog
-from .unit import ONE, ParamRecord, Unit
+from .unit import ONE, ParamRecord, SquareSum, Unit
 from .whole import as_masters
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,6 @@ class Stepper:
 
     def step(self, binding: Binding) -> None:
         """One ``step()`` of a bound optimizer: log it, drop it, or let the optimizer run as itself."""
-        binding.assign()
         binding.was_skipped = False
         records = [record for record, _ in binding.records()]
         for unit in {record.unit for record in records if record.unit.is_edge}:
@@ -80,25 +79,32 @@ class Stepper:
         if binding.rule is None:
             self._step_whole(binding, present, foreign)
         else:
-            self._policy.step(present, [binding.entry(record, record.coefficient) for record in present])
+            on_device = [record for record in present if record.unit.updates_on_device]
+            on_host = [record for record in present if not record.unit.updates_on_device]
+            for unit in {record.unit for record in on_device}:
+                self._edges.device_units.absorb(unit)
+            self._edges.device_units.step(on_device, [binding.entry(record, ONE) for record in on_device])
+            self._policy.step(on_host, [binding.entry(record, record.coefficient) for record in on_host])
             if foreign:
                 binding.run_on(foreign)
         if isinstance(self._policy, RedoLog):
             self._policy.is_clipping = any(record.coefficient != ONE for record in present)
-        for unit in {record.unit for record in present if record.unit.is_edge}:
-            if isinstance(self._policy, Immediate):
-                self._edges.consumed(unit)
-            else:
-                self._edges.send_weights(unit, [record for record in present if record.unit is unit])
+        for unit in {record.unit for record in present if record.unit.is_edge and not record.unit.updates_on_device}:
+            self._edges.drop_spent(unit)
+            self._edges.send_weights(unit, [record for record in present if record.unit is unit])
 
     def measure(self, units: Iterable[Unit]) -> None:
         """The sums of squares of these units' gradients are known when this returns."""
         for unit in units:
+            if unit.updates_on_device:
+                self._edges.device_units.measure(unit)
+                continue
             if unit.is_edge:
                 self._edges.copy_gradient(unit, is_last=False)
             self._policy.measure(unit)
         for unit in units:
             self._backend.synchronize("host waits for norm", unit.measured)
+            self._backend.touch_host(f"norm of {unit.name}", reads=(unit.norms,))
 
     def _apply_coefficient(self, record: ParamRecord) -> None:
         if record.unit.is_edge:
@@ -142,7 +148,10 @@ class Stepper:
         with as_masters(records):
             binding.run_on([*foreign, *(record.parameter for record in records)])
         for unit in units:
-            self._policy.adopt(unit)
+            if unit.updates_on_device:
+                self._edges.device_units.adopt(unit)
+            else:
+                self._policy.adopt(unit)
 
     def _confirm(self, policy: Immediate, records: Sequence[ParamRecord]) -> None:
         applied = [record for record in records if id(record) in policy.applied]
@@ -151,6 +160,7 @@ class Stepper:
             return
         for unit in {record.unit for record in applied}:
             self._backend.synchronize("host waits for norm", unit.measured)
+            self._backend.touch_host(f"norm of {unit.name}", reads=(unit.norms,))
         bad = _nonfinite(applied)
         if bad:
             raise SlideFormerError(
@@ -166,11 +176,13 @@ class Stepper:
                 remedy="set update: exact (as fast while clipping is rarely active), or switch clipping off"
                 " (max_grad_norm: 0)",
             )
-        for unit in {record.unit for record in records}:
-            policy.measure(unit)
-            self._backend.synchronize("host waits for norm", unit.measured)
+        self.measure({record.unit for record in records})
         return as_tensor(total_norm(records), self._backend.device)
 
 
 def _nonfinite(records: Sequence[ParamRecord]) -> list[str]:
-    return [r.name for r in records if r.square_sum is None or not math.isfinite(r.square_sum)]
+    return [r.name for r in records if not _is_finite_sum(r.square_sum)]
+
+
+def _is_finite_sum(result: SquareSum | None) -> bool:
+    return result is not None and result.value is not None and math.isfinite(result.value)

@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..errors import UnsupportedError
 from ..optim.rules import Rule
 from ..plan import UnitLayout
 from ..plan.layout import ParamSpec, Place
-from ..storage import Slab, numpy_view
+from ..storage import Slab, Tracked, numpy_view
 from ..transfer import GradientBuffer, Ticket
 
 if TYPE_CHECKING:
@@ -53,6 +54,16 @@ class Weights(Enum):
     """To be recomputed from (p, m, v, logged gradient) before their next use."""
 
 
+class SquareSum:
+    """The sum of squares of one gradient, once the norm lane has filled it in. A gradient whose content changes gets a
+    new one, so that a measurement still in flight cannot be taken for the new content's."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value: float | None = None
+
+
 class Entry(NamedTuple):
     """A redo-log entry: one update of one parameter. Two equal entries update to the same bits."""
 
@@ -62,8 +73,12 @@ class Entry(NamedTuple):
     coefficient: np.float32
 
 
+class _WeaklyReferable:
+    __slots__ = ("__weakref__",)
+
+
 @dataclass(eq=False, slots=True)
-class ParamRecord:
+class ParamRecord(_WeaklyReferable):
     """One parameter of a unit.
 
     ``entry`` is the logged, uncommitted update; ``predicted`` the update that the working weights already contain and
@@ -80,13 +95,15 @@ class ParamRecord:
     guarded_class: type
     has_gradient: bool = False
     coefficient: np.float32 = ONE
-    square_sum: float | None = None
+    square_sum: SquareSum | None = None
     steps: int = 0
     binding: Binding | None = None
     group: dict[str, Any] | None = None
     entry: Entry | None = None
     predicted: Entry | None = None
     is_exposed: bool = False
+    device_states: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Master and moments of a parameter whose unit updates on the device, flat fp32."""
 
     @property
     def numel(self) -> int:
@@ -108,17 +125,13 @@ class ParamRecord:
         """Whether the tensor shown outside the window is the fp32 master and not the working weight."""
         return self.spec.working != self.spec.dtype
 
-    def weight_array(self) -> NDArray[Any]:
-        """The host working weights, flat."""
-        return numpy_view(self.unit.weights.view(self.spec.working, self.place.weight, self.numel))
+    def weight_array(self, count: int | None = None) -> NDArray[Any]:
+        """The host working weights, flat; ``count`` elements from there on, when that is more than this parameter."""
+        return numpy_view(self.unit.weights.view(self.spec.working, self.place.weight, count or self.numel))
 
-    def state_array(self, name: str) -> NDArray[np.float32]:
-        """One fp32 state array (``master`` included), flat."""
-        return numpy_view(self.unit.states[name].view(torch.float32, self.place.state * 4, self.numel))
-
-    def state_arrays(self, names: tuple[str, ...]) -> tuple[NDArray[np.float32], ...]:
-        """Several state arrays, flat."""
-        return tuple(self.state_array(name) for name in names)
+    def state_array(self, name: str, count: int | None = None) -> NDArray[np.float32]:
+        """One fp32 state array (``master`` included), flat; ``count`` as for ``weight_array``."""
+        return numpy_view(self.unit.states[name].view(torch.float32, self.place.state * 4, count or self.numel))
 
     def gradient_view(self, flat: torch.Tensor) -> torch.Tensor:
         """This parameter's part of a flat gradient buffer or slot, in the parameter's shape and dtype."""
@@ -137,7 +150,8 @@ class Unit:
 
     Tickets: ``updated`` is the last operation that wrote host working weights or states, ``sent`` the last transfer
     that read the host working weights, ``measured`` the last norm of the gradient, ``refreshed`` (edge units) the last
-    transfer into the resident parameters, ``pulled`` the last one that brought them to the host.
+    transfer into the resident parameters, ``pulled`` the last one that brought them to the host, ``copied`` the last
+    one that read the device gradients.
     """
 
     index: int
@@ -148,6 +162,8 @@ class Unit:
     where: Where
     records: list[ParamRecord] = field(default_factory=list)
     states: dict[str, Slab] = field(default_factory=dict)
+    updates_on_device: bool = False
+    """States and updates are on the device too (``DeviceUnits``); the host keeps nothing of the unit."""
     weights_are: Weights = Weights.CURRENT
     gradient: GradientBuffer | None = None
     logged: GradientBuffer | None = None
@@ -163,16 +179,28 @@ class Unit:
     """``id`` of the records whose gradient was written in the open backward."""
     visits: weakref.WeakSet[Visit] = field(default_factory=weakref.WeakSet)
     """Forwards whose graph is alive."""
+    resident: Tracked = field(default_factory=lambda: Tracked("resident parameters", torch.empty(0)))
+    """Stands for the parameters of an edge unit on the device, for the monitor."""
+    resident_gradient: Tracked = field(default_factory=lambda: Tracked("resident gradients", torch.empty(0)))
+    """Stands for the gradients that autograd holds of an edge unit."""
+    norms: Tracked = field(default_factory=lambda: Tracked("sums of squares", torch.empty(0)))
+    """Stands for the results of the last norm."""
     updated: Ticket | None = None
     sent: Ticket | None = None
     measured: Ticket | None = None
     refreshed: Ticket | None = None
     pulled: Ticket | None = None
+    copied: Ticket | None = None
 
     @property
     def is_edge(self) -> bool:
         """Whether the unit stays on the device."""
         return self.where is Where.RESIDENT
+
+    @property
+    def line(self) -> int:
+        """Its line on the update lane: edge units are needed first and last, blocks in forward order."""
+        return -1 - self.index if self.is_edge else self.index
 
     @property
     def trainable(self) -> list[ParamRecord]:
@@ -188,3 +216,13 @@ class Unit:
     def exposed(self) -> list[ParamRecord]:
         """The parameters that user code may have written since their last use."""
         return [record for record in self.records if record.is_exposed]
+
+    def refuse_unfrozen(self) -> None:
+        """Raise UnsupportedError for a parameter that was frozen when its memory was laid out and is no longer."""
+        for record in self.records:
+            if record.parameter.requires_grad and not record.spec.is_trainable:
+                raise UnsupportedError(
+                    f"{record.name} was frozen when the model was prepared and has been unfrozen since; it has no place"
+                    " for a gradient.",
+                    remedy="unfreeze before accelerator.prepare(), or free_memory() and prepare again",
+                )

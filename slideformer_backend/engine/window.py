@@ -57,6 +57,7 @@ class Window:
         self.backend = backend
         self.depth = depth
         sliding = list(units)
+        self.units = len(sliding)
         self._weight_class = size_classes(unit.layout.weight_bytes for unit in sliding)
         self._gradient_class = size_classes(
             unit.layout.gradient_bytes for unit in sliding if unit.layout.gradient_bytes
@@ -145,11 +146,17 @@ class Window:
         slot.is_leased = False
         slot.last_used = next(self._turn)
         monitor = self.backend.monitor
+        self.backend.touch(f"compute of {unit.name}", reads=(slot,))
         if monitor is not None and monitor.poison:
             self.backend.touch(f"poison of {slot.name}", writes=(slot,))
             monitor.spoil(slot)
             self._evict(slot)
         slot.released = self.backend.mark(f"compute of {unit.name}")
+
+    def forget(self, unit: Unit) -> None:
+        """The unit leaves the window for good: its slot is free for others."""
+        if unit.weight_slot is not None:
+            self._evict(unit.weight_slot)
 
     def take_gradient_slot(self, unit: Unit) -> GradientSlot:
         """A gradient slot for ``unit``; compute issued from now on may write it."""

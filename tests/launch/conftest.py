@@ -90,6 +90,17 @@ class FakeEngine:
         self.last_microbatch = lambda: True
         self.bound, self.clips, self.skip, self.detached = [], [], False, False
         self._ids = {id(parameter) for parameter in model.parameters()}
+        self.hooks = []
+
+    @property
+    def is_detached(self):
+        return self.detached
+
+    def add_hook(self, handle):
+        self.hooks.append(handle)
+
+    def record_of(self, parameter):
+        return None
 
     def bind(self, optimizer):
         if optimizer in self.bound:
@@ -113,6 +124,8 @@ class FakeEngine:
         return self.skip
 
     def detach(self):
+        for hook in self.hooks:
+            hook.remove()
         for optimizer in self.bound:
             optimizer.__dict__.pop("step", None)
         self.detached = True
@@ -126,7 +139,7 @@ def fake_api(clean):
     api.made = []
 
     def engine_of(module):
-        return next((e for e in api.made if any(part is module for part in e.model.modules())), None)
+        return next((e for e in api.made if any(part is e.model for part in module.modules())), None)
 
     def attach(model, config, *, device, autocast_dtype=None):
         if getattr(model, "refuse", None) is not None:

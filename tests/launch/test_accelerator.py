@@ -190,6 +190,16 @@ class TestPrepare:
         assert by_kind[2].optimizers == [by_kind[1]]
         assert fake_api.made[0].bound == [optimizer]
 
+    def test_a_refused_model_leaves_nothing_prepared(self, active):
+        """All models are attached before anything else, wherever they stand among the arguments."""
+        accelerator = Accelerator()
+        model, optimizer = made()
+        model.refuse = UnsupportedError("no.")
+        with pytest.raises(UnsupportedError):
+            accelerator.prepare(optimizer, model)
+        assert (accelerator._optimizers, accelerator._models) == ([], [])
+        assert not hasattr(model, "_is_accelerate_prepared")
+
     def test_the_optimizer_in_an_earlier_call(self, active, fake_api):
         accelerator = Accelerator()
         model, optimizer = made()

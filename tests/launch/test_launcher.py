@@ -180,6 +180,14 @@ class TestRefusals:
             lines("--use_slideformer", "--slideformer-updte=exact")
         assert "did you mean 'update'?" in capsys.readouterr().err
 
+    def test_before_another_strategy_asks_for_its_package(self, clean):
+        """DeepSpeed is not installed here; the reason that users see must still be ours."""
+        from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+
+        args = launch_command_parser().parse_args(["--use_slideformer", "--use_deepspeed", "train.py"])
+        with pytest.raises(ConfigError, match="DeepSpeed"):
+            _validate_launch_command(args)
+
     def test_other_launchers_refuse_as_well(self, clean):
         """`python -m accelerate.commands.launch` runs as ``__main__``, out of reach of the first check."""
         from accelerate.utils import launch as utils
@@ -274,7 +282,7 @@ def test_the_command_line_is_frozen(clean):
     parser = launch_command_parser()
     parser.parse_known_args(["x.py"])
     ours = {option for option in parser._option_string_actions if "slideformer" in option and "-" not in option[2:]}
-    keys = "update nonfinite cpu_threads prefetch pin_memory gpu_memory host_memory recompute activations kernels "
-    keys += "lazy_logits weights optimizer_states nvme_path nvme_fraction strategy lsp state_dtype trace report"
+    keys = "update nonfinite cpu_threads prefetch pin_memory status gpu_memory host_memory recompute activations "
+    keys += "kernels lazy_logits weights optimizer_states nvme_path nvme_fraction strategy lsp state_dtype trace report"
     assert ours == {"--use_slideformer", *(f"--slideformer_{key}" for key in keys.split())}
     assert "--config" in parser._option_string_actions

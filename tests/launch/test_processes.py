@@ -1,6 +1,7 @@
 """Whole processes: every way to start a script, what an unrelated program pays, and the switch that turns all off."""
 
 import json
+import os
 import sys
 
 import pytest
@@ -112,11 +113,22 @@ class TestErrors:
         ):
             assert reason in python("-m", "slideformer_backend.run", *words, fails=True)
 
+    def test_the_runner_leaves_one_gpu_visible(self, clean):
+        from slideformer_backend import run
+
+        clean.setattr(os, "environ", dict(os.environ))
+        clean.setattr(run, "_gpu_count", lambda: 4)
+        run.prepare(run.parser("run").parse_args(["--slideformer_prefetch", "3", "s.py"]))
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
+        assert json.loads(os.environ["SLIDEFORMER_CONFIG"]) == {"prefetch": 3}
+
     def test_the_command_lists_what_there_is(self, python):
         output = python("-m", "slideformer_backend.cli", "--help")
         assert "launch" in output
         assert "run" in output
-        for later in ("plan", "doctor", "bench", "trace"):
+        assert "bench" in output
+        assert "trace" in output
+        for later in ("plan", "doctor"):
             assert f"  {later}" not in output
 
 
@@ -147,6 +159,7 @@ class TestUnrelatedPrograms:
             "print('KIND', type(Accelerator()).__name__)\n"
             "print('HEAVY', [name for name in ('numba', 'kvikio', 'slideformer_backend.api') if name in sys.modules])\n"
         )
+        assert "TO False" in python("s.py", ACCELERATE_USE_SLIDEFORMER="true")
         output = python("s.py")
         assert "TO True" in output
         assert "KIND Accelerator\n" in output

@@ -73,6 +73,20 @@ class TestMoving:
         assert not model._forward_pre_hooks
         assert placement.pending_device(model) is None
 
+    def test_its_inputs_move_with_it(self, gpu):
+        """The script may have put the batch where ``model.device`` was when the move was put off."""
+
+        class Teacher(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(2))
+
+            def forward(self, x, *, more):
+                return x.device, more["mask"].device, more["name"]
+
+        teacher = Teacher().to(gpu)
+        assert teacher(torch.ones(2), more={"mask": torch.ones(1), "name": "n"}) == (gpu, gpu, "n")
+
     def test_back_to_the_cpu_forgets_it(self, gpu, model):
         model.to(gpu)
         model.to("cpu")
