@@ -9,7 +9,7 @@ import pytest
 from slideformer_backend import ConfigError, SlideFormerConfig, SlideFormerError
 from slideformer_backend.config import environment_settings, keys
 
-BUILT = ("update", "nonfinite", "cpu_threads", "prefetch", "pin_memory", "status", "gpu_memory", "recompute", "trace", "lazy_logits")
+BUILT = ("update", "nonfinite", "cpu_threads", "prefetch", "pin_memory", "status", "gpu_memory", "recompute", "lazy_logits", "trace")
 LATER = {
     "host_memory": "100 GB",
     "activations": "host",
