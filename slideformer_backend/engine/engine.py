@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..config import SlideFormerConfig
@@ -44,6 +43,13 @@ SWITCH_INTERVAL = 2e-4
 """Seconds after which a thread that wants the GIL gets it. Workers need it for microseconds at both ends of a kernel;
 at Python's 5 ms they stand still for as long as the kernel runs (measured: an advance of 100 M parameters took 57 ms
 instead of 38)."""
+
+
+class Removable(Protocol):
+    """Something that was put in place, with the way to take it away."""
+
+    def remove(self) -> None:
+        """Take it away."""
 
 
 class Engine:
@@ -96,7 +102,7 @@ class Engine:
         self._bindings: list[Binding] = []
         self._bind_hooks: list[Callable[[Engine, Binding], None]] = []
         self._records: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._hooks: list[RemovableHandle] = []
+        self._hooks: list[Removable] = []
         self._forwards: list[UnitForward] = []
         self._usual_count = 1
         self._saw_microbatch = False
@@ -125,7 +131,7 @@ class Engine:
         """Call ``hook`` for every optimizer bound from now on."""
         self._bind_hooks.append(hook)
 
-    def add_hook(self, handle: RemovableHandle) -> None:
+    def add_hook(self, handle: Removable) -> None:
         """Remove ``handle`` when the engine is detached."""
         self._hooks.append(handle)
 
