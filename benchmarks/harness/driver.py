@@ -161,7 +161,7 @@ class Driver:
             ]
             if not same:
                 return None
-            found.append(same[-1])
+            found.append(dataclasses.replace(same[-1], earlier=True))
         return found
 
     def _process(
@@ -252,7 +252,7 @@ def _last_words(text: str, status: int) -> str:
     if status == -signal.SIGKILL:
         return "killed, probably for want of host memory"
     errors = [line for line in lines if ("Error" in line or "error:" in line) and not line.startswith("File ")]
-    return (errors or lines or [f"exit status {status}"])[-1][:300]
+    return (errors or lines or [f"exit status {status}"])[-1][:600]
 
 
 def _failed(job: Job, number: int, error: str) -> list[Result]:
