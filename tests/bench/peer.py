@@ -16,9 +16,9 @@ INSTALL_TIMEOUT = 240
 def python_with_deepspeed():
     """(path of the interpreter, "") or (None, why there is none).
 
-    DeepSpeed is installed beside our packages, into an environment of its own that is kept in the tests' cache: it comes
-    as source and brings more packages along, and a failure of that must not take the test environment with it. Nothing
-    is compiled: on the CPU, ZeRO-Offload runs with torch's AdamW (see ``zero_config``).
+    DeepSpeed is installed beside our packages, into an environment of its own that is kept in the tests' cache: it
+    comes as source and brings more packages along, and a failure of that must not take the test environment with it.
+    Nothing is compiled: on the CPU, ZeRO-Offload runs with torch's AdamW (see ``zero_config``).
     """
     if importlib.util.find_spec("deepspeed") is not None:
         return Path(sys.executable), ""
