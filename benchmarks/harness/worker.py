@@ -96,6 +96,9 @@ def _time(job: Job, load: Load, trainer: Trainer, host: HostPeak, device: torch.
     result.losses = [float(loss) for loss in losses]
     max_norm = MAX_NORMS[load.clip]
     result.clipped = sum(norm > max_norm for norm in result.norms) if max_norm is not None else 0
+    expected = job.steps if load.clip == "active" else 0
+    if result.norms and result.clipped != expected:
+        result.error = f"clipping took effect in {result.clipped} of {job.steps} steps, expected {expected}"
     result.repairs = repairs[-1] - repairs[0]
     result.repaired = statistics.fmean(b > a for a, b in itertools.pairwise(repairs))
     result.host_bytes = host.bytes()
