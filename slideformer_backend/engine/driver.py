@@ -183,6 +183,8 @@ def _snapshot(cache: Any) -> Any:
     for name, value in vars(cache).items():
         if isinstance(value, list):
             setattr(copied, name, [copy.copy(item) for item in value])
+        elif isinstance(value, dict):  # which cross-attention layers are filled
+            setattr(copied, name, dict(value))
         elif _is_cache(value):
             setattr(copied, name, _snapshot(value))
     return copied

@@ -94,14 +94,16 @@ class Edges:
         self.policy.replace_gradient(unit, buffer)
         self.policy.measure(unit)
         self.policy.arrive(unit, is_last=is_last)
-        self.consumed(unit)
+        spent = self.drop_spent(unit)
+        if spent:
+            self.send_weights(unit, spent)
 
-    def consumed(self, unit: Unit) -> None:
-        """Under ``immediate`` the gradient is spent: as for sliding units, ``grad`` is None afterwards."""
-        if unit.gradient is None:
-            for record in unit.trainable:
-                set_device_gradient(record, None)
-            self.send_weights(unit, unit.trainable)
+    def drop_spent(self, unit: Unit) -> list[ParamRecord]:
+        """Under ``immediate`` an applied gradient is spent: as for sliding units, ``grad`` is None afterwards."""
+        spent = [r for r in unit.trainable if not r.has_gradient and device_gradient(r) is not None]
+        for record in spent:
+            set_device_gradient(record, None)
+        return spent
 
     def before_write(self, unit: Unit) -> None:
         """Compute issued from now on may write the device gradients: the last copy of them has been taken."""

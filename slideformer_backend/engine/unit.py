@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..errors import UnsupportedError
 from ..optim.rules import Rule
 from ..plan import UnitLayout
 from ..plan.layout import ParamSpec, Place
@@ -72,8 +73,12 @@ class Entry(NamedTuple):
     coefficient: np.float32
 
 
+class _WeaklyReferable:
+    __slots__ = ("__weakref__",)
+
+
 @dataclass(eq=False, slots=True)
-class ParamRecord:
+class ParamRecord(_WeaklyReferable):
     """One parameter of a unit.
 
     ``entry`` is the logged, uncommitted update; ``predicted`` the update that the working weights already contain and
@@ -193,6 +198,11 @@ class Unit:
         return self.where is Where.RESIDENT
 
     @property
+    def line(self) -> int:
+        """Its line on the update lane: edge units are needed first and last, blocks in forward order."""
+        return -1 - self.index if self.is_edge else self.index
+
+    @property
     def trainable(self) -> list[ParamRecord]:
         """The parameters that own a gradient and states."""
         return [record for record in self.records if record.spec.is_trainable]
@@ -206,3 +216,13 @@ class Unit:
     def exposed(self) -> list[ParamRecord]:
         """The parameters that user code may have written since their last use."""
         return [record for record in self.records if record.is_exposed]
+
+    def refuse_unfrozen(self) -> None:
+        """Raise UnsupportedError for a parameter that was frozen when its memory was laid out and is no longer."""
+        for record in self.records:
+            if record.parameter.requires_grad and not record.spec.is_trainable:
+                raise UnsupportedError(
+                    f"{record.name} was frozen when the model was prepared and has been unfrozen since; it has no place"
+                    " for a gradient.",
+                    remedy="unfreeze before accelerator.prepare(), or free_memory() and prepare again",
+                )
