@@ -137,7 +137,7 @@ def _refuse_closure(optimizer: Optimizer) -> None:
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UnsupportedError(
-            f"{type(optimizer).__name__} evaluates the model inside its step, where SlideFormer shows it master weights.",
+            f"{type(optimizer).__name__} evaluates the model inside its step, where it would see master weights.",
             remedy="take an optimizer whose step needs no closure, such as AdamW",
         )
 

@@ -27,6 +27,7 @@ from .device_units import DeviceUnits
 from .driver import UnitForward
 from .edges import Edges
 from .guard import guard, unguard
+from .hooks import NoHook
 from .immediate import Immediate
 from .norms import Norms
 from .redo_log import RedoLog
@@ -162,7 +163,7 @@ class Engine:
 
     def binding_of(self, optimizer: Optimizer) -> Binding | None:
         """The binding of an optimizer."""
-        return next((binding for binding in self._bindings if binding.is_alive and binding.optimizer is optimizer), None)
+        return next((found for found in self._bindings if found.is_alive and found.optimizer is optimizer), None)
 
     def settle(self) -> None:
         """Wait for everything in flight and commit everything: host weights and states are final and idle."""
@@ -407,3 +408,6 @@ class _BeforeForward:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _BeforeForward:
         return self
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return NoHook, ()  # a pickled model is a plain one

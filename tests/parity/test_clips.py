@@ -3,12 +3,11 @@
 import pytest
 import torch
 
-from tests.parity.harness import check, clip_by_definition
+from tests.parity.harness import PRECISIONS, check
 from tests.parity.models import batch, language_loss, llama
 from tests.tolerances import NORM
 
 ADAMW = {"lr": 1e-2, "fused": True}
-PRECISIONS = {"fp32": (torch.float32, None), "bf16": (torch.bfloat16, None), "autocast": (torch.float32, torch.bfloat16)}
 
 
 def parameters(run):
@@ -161,8 +160,11 @@ def foreach_operations(run, number):
     torch._foreach_mul_([p.grad for p in parameters(run)], 0.5)
 
 
-CLIPS = [value for value in list(globals().values()) if getattr(value, "__code__", None)
-         and value.__code__.co_varnames[:2] == ("run", "number")]
+CLIPS = [
+    value
+    for value in list(globals().values())
+    if getattr(value, "__code__", None) and value.__code__.co_varnames[:2] == ("run", "number")
+]
 
 
 def script_of(clip, accumulate, look):
@@ -222,4 +224,3 @@ def test_norm_against_torch(device):
         run.see_gradients()
 
     check(llama(), script, device, tolerance=NORM)
-    assert clip_by_definition is not None

@@ -8,11 +8,16 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.parity.harness import POLICIES, check
-from tests.parity.models import Stack, batch, hugging_face, language_loss, llama, stack, steps
+from tests.parity.models import batch, hugging_face, language_loss, llama, stack, steps
 from tests.tolerances import ASSOCIATIVITY
 
 ADAMW = {"lr": 1e-2, "fused": True}
 LAST = -1
+
+
+def training(loss_of=None):
+    """A script of ordinary AdamW steps."""
+    return lambda run: steps(run, run.optimizer(torch.optim.AdamW, **ADAMW), loss_of=loss_of)
 
 
 def each_policy(function):
@@ -143,8 +148,14 @@ def backward_inside_a_function(run, number):
     torch.autograd.backward([loss_on(run, number), loss_on(run, number + 50)])
 
 
-BODIES = [value for value in list(globals().values()) if callable(value) and getattr(value, "__code__", None)
-          and value.__code__.co_varnames[:2] == ("run", "number") and value is not loss_on]
+BODIES = [
+    value
+    for value in list(globals().values())
+    if callable(value)
+    and getattr(value, "__code__", None)
+    and value.__code__.co_varnames[:2] == ("run", "number")
+    and value is not loss_on
+]
 # Under immediate, weights change during backward: a look at them before step() differs.
 BEFORE_STEP = {discarded_forward_after, no_grad_forward_between, evaluation_between, inference_mode_between}
 
@@ -248,7 +259,7 @@ def test_a_unit_used_twice_in_a_row(device, policy):
                 x = block(block(x))
             return self.inner.head(self.inner.norm(x))
 
-    check(lambda: Echo().train(), lambda run: steps(run, run.optimizer(torch.optim.AdamW, **ADAMW)), device, policy=policy)
+    check(lambda: Echo().train(), training(), device, policy=policy)
 
 
 @each_policy
@@ -273,19 +284,9 @@ def test_post_accumulate_hooks_see_gradients(device):
     check(stack(), script, device)
 
 
-class SeparateInputs(Stack):
-    """The unit's input is a tensor of its own, as a managed unit sees it: gradients add up in the same order."""
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x.view_as(x))
-        return self.head(self.norm(x))
-
-
 @each_policy
-@pytest.mark.parametrize(("make", "tolerance"), [(SeparateInputs, None), (Stack, ASSOCIATIVITY)])
-def test_activations_captured_by_forward_hooks(device, policy, make, tolerance):
+@pytest.mark.parametrize(("separate", "tolerance"), [(True, None), (False, ASSOCIATIVITY)])
+def test_activations_captured_by_forward_hooks(device, policy, separate, tolerance):
     """A loss on activations inside and at the output of units (DESIGN 3.3)."""
 
     def script(run):
@@ -302,7 +303,7 @@ def test_activations_captured_by_forward_hooks(device, policy, make, tolerance):
         inner.remove()
         outer.remove()
 
-    check(lambda: make().train(), script, device, policy=policy, tolerance=tolerance)
+    check(stack(), script, device, policy=policy, tolerance=tolerance, separate=separate)
 
 
 @each_policy
@@ -333,7 +334,12 @@ def test_backward_from_the_middle(device, policy, layer):
     def loss_of(run, ids):
         return run.forward(ids, output_hidden_states=True).hidden_states[layer].float().square().mean()
 
-    check(llama(), lambda run: steps(run, run.optimizer(torch.optim.AdamW, **ADAMW), loss_of=loss_of), device, policy=policy)
+    check(
+        llama(),
+        training(loss_of),
+        device,
+        policy=policy,
+    )
 
 
 @each_policy
@@ -388,7 +394,7 @@ def test_router_loss_of_a_mixture_of_experts(device, policy):
     def loss_of(run, ids):
         return run.forward(ids, labels=ids).loss
 
-    check(make, lambda run: steps(run, run.optimizer(torch.optim.AdamW, **ADAMW), loss_of=loss_of), device, policy=policy)
+    check(make, training(loss_of), device, policy=policy)
 
 
 @each_policy
@@ -401,7 +407,12 @@ def test_prefix_cache(device, policy):
             cache = run.forward(ids[:, :3], use_cache=True).get(argument)
         return language_loss(run.forward(ids[:, 3:], **{argument: cache}), ids[:, 3:])
 
-    check(llama(), lambda run: steps(run, run.optimizer(torch.optim.AdamW, **ADAMW), loss_of=loss_of), device, policy=policy)
+    check(
+        llama(),
+        training(loss_of),
+        device,
+        policy=policy,
+    )
 
 
 @each_policy
