@@ -6,6 +6,7 @@ or an optimizer step ends: there is no thread here that a fork could catch at a 
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections import deque
@@ -24,6 +25,7 @@ Mode = Literal["off", "auto", "bar", "lines"]
 _BAR_INTERVAL = 0.25  # seconds between two drawings
 _LINE_INTERVAL = 10.0
 _WINDOW = 15.0  # seconds over which waits and tokens are averaged
+_WAITS = re.compile(r" (waits for|after) ")
 _SMALL = 0.005  # shares of time below this are not worth a word
 
 
@@ -36,7 +38,7 @@ class Report(Protocol):
 
     @property
     def waits(self) -> Mapping[str, float]:
-        """Seconds waited since the start, by "A waits for B"."""
+        """Seconds waited since the start, by "A waits for B" or "A after B"."""
 
 
 class Sample(NamedTuple):
@@ -56,7 +58,7 @@ def waiting(first: Sample, last: Sample) -> str:
     span = max(last.time - first.time, 1e-9)
     shares = {reason: (seconds - first.waits.get(reason, 0.0)) / span for reason, seconds in last.waits.items()}
     longest = sorted(shares.items(), key=lambda item: -item[1])
-    words = [f"{reason.replace(' waits for ', ' for ')} {share:.0%}" for reason, share in longest if share >= _SMALL]
+    words = [f"{_WAITS.sub(' on ', reason)} {share:.0%}" for reason, share in longest if share >= _SMALL]
     return ", ".join(words) if words else "none"
 
 
@@ -93,6 +95,7 @@ class StatusLine:
         self._logged: dict[str, float] = {}
         self._started = clock()
         self._drawn = float("-inf")
+        self._shown = 0
         self._samples: deque[Sample] = deque([Sample(self._started, 0.0, {})])
         self._progress = Progress(
             TextColumn("[bold]training"),
@@ -104,7 +107,7 @@ class StatusLine:
             console=self._console,
             expand=True,
         )
-        self._task = self._progress.add_task("training", total=None)
+        self._task = self._progress.add_task("training", total=None, start=False)
         self._live: Live | None = None
 
     def expect(self, total: int | None) -> None:
@@ -138,7 +141,7 @@ class StatusLine:
         """Draws the last state and gives the terminal back; a second call does nothing."""
         if self._mode == "off":
             return
-        if self._steps:
+        if self._steps and self._shown != self._steps:
             self._draw(last=True)
         if self._live is not None:
             self._live.stop()
@@ -149,16 +152,17 @@ class StatusLine:
         interval = _BAR_INTERVAL if self._mode == "bar" else _LINE_INTERVAL
         if self._mode == "off" or (now - self._drawn < interval and not last):
             return
-        self._drawn = now
+        self._drawn, self._shown = now, self._steps
         text = self._words(now)
         if self._mode == "lines":
             of = f"/{self._total}" if self._total else ""
             self._console.print(f"step {self._steps}{of}  {text}", highlight=False, soft_wrap=True)
             return
-        self._progress.update(self._task, completed=self._steps)
         if self._live is None:
+            self._progress.start_task(self._task)
             self._live = Live(console=self._console, auto_refresh=False, redirect_stdout=sys.stdout.isatty())
             self._live.start()
+        self._progress.update(self._task, completed=self._steps)
         self._live.update(Group(self._progress, Text(text, overflow="fold")), refresh=True)
 
     def _words(self, now: float) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +17,7 @@ from ..config import SlideFormerConfig
 from ..optim.numba_kernels import warm_up
 from ..optim.workers import WorkerPool, default_threads
 from ..storage import HostMemory
+from ..trace import Recorder
 from ..transfer import Monitor, backend_for
 from .access import EdgeAccess, ParameterAccess
 from .arithmetic import Arithmetic
@@ -27,7 +28,7 @@ from .device_units import DeviceUnits
 from .driver import UnitForward
 from .edges import Edges
 from .guard import guard, unguard
-from .hooks import NoHook
+from .hooks import Accumulated, BeforeAccumulation, BeforeForward
 from .immediate import Immediate
 from .norms import Norms
 from .redo_log import RedoLog
@@ -38,6 +39,11 @@ from .states import LOW, MASTER, allocate_states, load_states, master_of
 from .stepper import Stepper
 from .unit import ParamRecord, Unit, Weights, Where
 from .window import Window
+
+SWITCH_INTERVAL = 2e-4
+"""Seconds after which a thread that wants the GIL gets it. Workers need it for microseconds at both ends of a kernel;
+at Python's 5 ms they stand still for as long as the kernel runs (measured: an advance of 100 M parameters took 57 ms
+instead of 38)."""
 
 
 class Engine:
@@ -57,9 +63,13 @@ class Engine:
     ) -> None:
         self.model = model
         self.config = config
+        self._switch_interval = sys.getswitchinterval()
+        sys.setswitchinterval(min(self._switch_interval, SWITCH_INTERVAL))
         self.last_microbatch: Callable[[], bool] = lambda: True
         self.backend = backend_for(device, monitor)
         self.device = self.backend.device
+        if config.trace is not None:
+            self.backend.record(Recorder(self.device, config.trace))
         pin = self.device.type == "cuda" if config.pin_memory == "auto" else config.pin_memory
         self.memory = HostMemory(pin=pin and self.device.type == "cuda")
         self.units = build_units(model, self.device, autocast_dtype, self.memory)
@@ -151,6 +161,7 @@ class Engine:
         """``optimizer.step()`` of a bound optimizer."""
         self.backward.finish_outside()
         self._prepare(binding, binding.assign())
+        self.backend.step()
         self.stepper.step(binding)
         self._usual_count, self.backward.count = max(1, self.backward.count), 0
         self.residency.after_step()
@@ -172,7 +183,6 @@ class Engine:
             if unit.updates_on_device:
                 self.edges.device_units.absorb(unit)
             self.policy.settle(unit)
-            self.backend.synchronize("host waits for weights refreshed", unit.refreshed)
 
     def master_of(self, record: ParamRecord) -> torch.Tensor | None:
         """A copy of the fp32 master of a settled parameter; None where the parameter itself is the master."""
@@ -189,8 +199,24 @@ class Engine:
         return make_report(self)
 
     def detach(self) -> None:
-        """Undo everything: plain CPU parameters with their gradients, original forwards, original optimizer step."""
-        self.settle()
+        """Undo everything: plain CPU parameters with their gradients, original forwards, original optimizer step.
+
+        After an operation has failed its exception is raised once more, when everything is undone: parameters then hold
+        what the host held, without gradients.
+        """
+        gradients: dict[int, torch.Tensor] = {}
+        is_settled = False
+        try:
+            self.settle()
+            for record in (record for unit in self.units for record in unit.records):
+                gradient = record.parameter.grad
+                if gradient is not None:
+                    gradients[id(record)] = gradient.detach().to("cpu", copy=True)
+            is_settled = True
+        finally:
+            self._undo(gradients if is_settled else {})
+
+    def _undo(self, gradients: Mapping[int, torch.Tensor]) -> None:
         for hook in self._hooks:
             hook.remove()
         for forward in self._forwards:
@@ -199,9 +225,10 @@ class Engine:
             binding.undo()
         for unit in self.units:
             for record in unit.records:
-                self._release_parameter(record)
+                self._release_parameter(record, gradients.get(id(record)))
         self._bindings.clear()
         self.is_detached = True
+        sys.setswitchinterval(self._switch_interval)
         self.backend.close()
         self.workers.close()
 
@@ -216,9 +243,11 @@ class Engine:
         self._fetch(unit)
         self.window.lease(unit, where, is_wide=is_wide)
         self._fetch_ahead(phase, unit)
+        self.backend.begin("forward", unit.name)
 
     def leave(self, unit: Unit) -> None:
         """The forward of ``unit`` is over."""
+        self.backend.end("forward", unit.name)
         self.window.release(unit)
 
     @contextlib.contextmanager
@@ -239,9 +268,11 @@ class Engine:
         if self.backward.is_inside():
             self.backward.open(visit)
             before = allocated_bytes(self.device)
+            self.backend.begin("recompute", visit.unit.name)
             try:
                 yield
             finally:  # a recompute usually ends by the exception that stops it early
+                self.backend.end("recompute", visit.unit.name)
                 self.residency.observe_recompute(visit.unit, allocated_bytes(self.device) - before)
             return
         self.enter(visit.unit, Where.FORWARD, is_wide=visit.is_wide)
@@ -305,15 +336,15 @@ class Engine:
                 parameter = record.parameter
                 self._records[parameter] = record
                 if record.spec.is_trainable:
-                    self._hooks.append(parameter.register_hook(_BeforeAccumulation(self.edges, record)))
-                    hook = _Accumulated(self.backward, self.edges, record)
+                    self._hooks.append(parameter.register_hook(BeforeAccumulation(self, record)))
+                    hook = Accumulated(self, record)
                     self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
                 access = EdgeAccess(self, record) if unit.is_edge else ParameterAccess(self, record)
                 guard(parameter, access)
                 parameter.__class__ = record.guarded_class
             if unit.module is not None:
                 self._forwards.append(UnitForward(self, unit, unit.module))
-        self._hooks.append(self.model.register_forward_pre_hook(_BeforeForward(self)))
+        self._hooks.append(self.model.register_forward_pre_hook(BeforeForward(self)))
 
     def _fetch(self, unit: Unit) -> None:
         if unit.leases:
@@ -348,66 +379,14 @@ class Engine:
             return False
         return self._saw_microbatch or self.backward.count >= self._usual_count
 
-    def _release_parameter(self, record: ParamRecord) -> None:
+    def _release_parameter(self, record: ParamRecord, gradient: torch.Tensor | None) -> None:
         parameter = record.parameter
-        gradient = parameter.grad
         self.backend.touch(f"release of {record.name}", reads=(record.unit.resident,))
         unguard(parameter)
         parameter.__class__ = record.own_class
         self._records.pop(parameter, None)
         with torch.no_grad():
-            parameter.data = parameter.data.to("cpu", copy=True)
-            if gradient is not None:
-                parameter.grad = gradient.detach().to("cpu", copy=True)
-
-
-class _BeforeAccumulation:
-    """Tensor hook of one edge parameter; runs before autograd adds to its gradient."""
-
-    def __init__(self, edges: Edges, record: ParamRecord) -> None:
-        self._edges = edges
-        self._record = record
-
-    def __call__(self, gradient: torch.Tensor) -> None:
-        unit = self._record.unit
-        if unit.is_edge and not unit.updates_on_device:
-            self._edges.before_accumulation(self._record)
-
-
-class _Accumulated:
-    """Post-accumulate hook of one parameter."""
-
-    def __init__(self, backward: Backward, edges: Edges, record: ParamRecord) -> None:
-        self._backward = backward
-        self._edges = edges
-        self._record = record
-
-    def __call__(self, parameter: torch.Tensor) -> None:
-        self._backward.begin()
-        if self._record.unit.is_edge:
-            self._edges.accumulated(self._record, is_last=self._backward.is_last)
-        else:
-            self._backward.accumulated(self._record)
-
-
-class _BeforeForward:
-    """Forward pre-hook of the model."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = weakref.ref(engine)
-
-    def __call__(self, model: nn.Module, args: object) -> None:
-        for module in model.modules():  # units are recomputed by the engine; Hugging Face would recompute them again
-            if module.__dict__.get("gradient_checkpointing") and isinstance(
-                getattr(module.forward, "__func__", None), UnitForward
-            ):
-                module.__dict__["gradient_checkpointing"] = False
-        engine = self._engine()
-        if engine is not None and model is engine.model and torch.is_grad_enabled():
-            engine.begin_forward()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _BeforeForward:
-        return self
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return NoHook, ()  # a pickled model is a plain one
+            parameter.grad = None
+            shown = parameter.data if record.unit.is_edge else record.host
+            parameter.data = shown.to("cpu", copy=True)
+            parameter.grad = gradient

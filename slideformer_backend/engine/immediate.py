@@ -8,7 +8,7 @@ import numpy as np
 
 from ..errors import UnsupportedError
 from .arithmetic import Update
-from .policy import UpdatePolicy, nothing
+from .policy import UpdatePolicy
 from .unit import ONE, Entry, ParamRecord, Unit, Weights
 
 
@@ -75,37 +75,51 @@ class Immediate(UpdatePolicy):
             self._before[id(record)] = record.weight_array().copy()
 
     def absorb(self, unit: Unit) -> None:
-        """A write to a weight that is its own master counts as it is; in a split master it resets the low half,
-        exactly where it changed the weight (DESIGN 5)."""
+        """A write resets the low half of a split master, exactly where it changed the weight (DESIGN 5)."""
         if "master" in unit.states or unit.updates_on_device:
             super().absorb(unit)
             return
         records = [record for record in unit.exposed if record.spec.is_trainable]
         for record in unit.exposed:
             record.is_exposed = False
-        if not records:
+        if not records or not unit.states:
             return
-        is_split = "low" in unit.states
+        if unit.is_edge:
+            self._absorb_resident(unit, records)
+        elif "low" in unit.states:
+            written = [record for record in records if id(record) in self._before]
+            before = [self._before.pop(id(record)) for record in written]
+            self.operate(
+                unit,
+                f"user's writes to {unit.name}",
+                lambda: self.arithmetic.reconcile_split(written, before),
+                after={},  # user code was let in after all transfers from the weights
+                reads=(unit.weights,),
+                writes=(unit.states["low"],),
+            )
+
+    def _absorb_resident(self, unit: Unit, records: Sequence[ParamRecord]) -> None:
+        # the host weights are those from before the writes until the resident ones are brought over
         before: list[np.ndarray] = []
-        after = self.before_weights(unit)
-        if unit.is_edge:  # the host weights are those from before the write, until they are pulled
+        is_split = "low" in unit.states
+        if is_split:
+            self.operate(
+                unit,
+                f"weights of {unit.name} before user's writes",
+                lambda: before.extend(record.weight_array().copy() for record in records),
+                after={},
+                reads=(unit.weights,),
+            )
+
+        def run() -> None:
             if is_split:
-                self.operate(
-                    unit,
-                    f"weights of {unit.name} before user's writes",
-                    lambda: before.extend(record.weight_array().copy() for record in records),
-                    after={},
-                    reads=(unit.weights,),
-                )
-            after["reconcile after weights pulled"] = self.pull(unit)
-        elif is_split:
-            records = [record for record in records if id(record) in self._before]
-            before = [self._before.pop(id(record)) for record in records]
+                self.arithmetic.reconcile_split(records, before)
+
         self.operate(
             unit,
             f"user's writes to {unit.name}",
-            (lambda: self.arithmetic.reconcile_split(records, before)) if is_split else nothing,
-            after=after,
+            run,
+            after={"reconcile after weights pulled": self.pull(unit)},
             reads=(unit.weights,),
             writes=(unit.states["low"],) if is_split else (),
         )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..storage import HostMemory, Slab
+from ..storage import HostMemory, Slab, Tracked
 from ..transfer import Backend, GradientBuffer, copy
 from .arithmetic import Arithmetic, sequential_sum
 from .device_kernels import sum_squares
@@ -56,6 +56,8 @@ class Norms:
         parts = [self._partials(record) for record in records]
         counts = [part.numel() for part in parts]
         partials = torch.cat(parts)  # a copy: the next launch may write the parts while this one travels
+        buffer = Tracked(f"partial sums of {name}", partials)
+        self._backend.touch(f"norm of {name}", writes=(buffer,))
         landing = self._landing_of(records[0], sum(counts))
         target = landing.view(torch.float64, 0, sum(counts))
         arrived = self._backend.d2h.submit(
@@ -65,6 +67,7 @@ class Norms:
                 "d2h after compute": self._backend.mark(f"norm of {name}"),
                 "d2h after norm": records[0].unit.measured,
             },
+            reads=(buffer,),
             writes=(landing,),
             keep=partials,
         )

@@ -73,8 +73,12 @@ class Entry(NamedTuple):
     coefficient: np.float32
 
 
+class _WeaklyReferable:
+    __slots__ = ("__weakref__",)
+
+
 @dataclass(eq=False, slots=True)
-class ParamRecord:
+class ParamRecord(_WeaklyReferable):
     """One parameter of a unit.
 
     ``entry`` is the logged, uncommitted update; ``predicted`` the update that the working weights already contain and
@@ -192,6 +196,11 @@ class Unit:
     def is_edge(self) -> bool:
         """Whether the unit stays on the device."""
         return self.where is Where.RESIDENT
+
+    @property
+    def line(self) -> int:
+        """Its line on the update lane: edge units are needed first and last, blocks in forward order."""
+        return -1 - self.index if self.is_edge else self.index
 
     @property
     def trainable(self) -> list[ParamRecord]:

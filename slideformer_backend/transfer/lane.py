@@ -1,23 +1,22 @@
-"""Lanes: FIFO queues of work on a thread of their own. On CUDA a copy lane issues to its stream."""
+"""Lanes: queues of work on a thread of their own. On CUDA a copy lane issues to its stream."""
 
 from __future__ import annotations
 
 import collections
 import os
-import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from ..storage import Tracked
+from ..trace import Recorder
+from .board import Board, Job, Waits
 from .monitor import Monitor
 from .ticket import Ticket
-
-Waits = Mapping[str, "Ticket | None"]
 
 
 def copy(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -25,17 +24,8 @@ def copy(target: torch.Tensor, source: torch.Tensor) -> None:
     target.copy_(source, non_blocking=True)
 
 
-class _Job(NamedTuple):
-    run: Callable[[], None]
-    ticket: Ticket
-    after: Waits
-    reads: Sequence[Tracked]
-    writes: Sequence[Tracked]
-    origin: dict[str, int] | None
-
-
 class Lane:
-    """Runs submitted work in order, each piece behind the tickets it names.
+    """Runs submitted work, each piece behind the tickets it names: in order, or by line (``Board``).
 
     Work is submitted by the training or the autograd thread, which never blocks here; waiting for other lanes happens
     on the lane's thread (host operations) or on its stream (device operations). The first exception is kept by its
@@ -48,10 +38,17 @@ class Lane:
         self.stream = stream
         self.monitor = monitor
         self.busy_seconds = 0.0
-        self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self.recorder: Recorder | None = None
+        self._begin()
         self._thread: threading.Thread | None = None
         self._in_flight: collections.deque[Ticket] = collections.deque()
         _LANES.add(self)
+
+    def _begin(self) -> None:
+        self._board = Board()
+        # a lane that nobody holds any more ends its thread
+        self._stop = weakref.finalize(self, self._board.close)
+        self._stop.atexit = False
 
     def submit(
         self,
@@ -63,6 +60,8 @@ class Lane:
         reads: Sequence[Tracked] = (),
         writes: Sequence[Tracked] = (),
         keep: Any = None,
+        line: int = 0,
+        can_wait: bool = False,
     ) -> Ticket:
         """Queue ``run``.
 
@@ -74,6 +73,8 @@ class Lane:
             reads: buffers the work reads.
             writes: buffers the work writes.
             keep: anything that must stay alive until the device has finished.
+            line: work of one line stays in order; among lines with ready work the smallest goes first.
+            can_wait: nothing waits for this work soon: it is for idle time.
 
         Returns:
             The ticket of the work.
@@ -81,32 +82,34 @@ class Lane:
         ticket = Ticket(name)
         ticket.keep = keep
         origin = self.monitor.fork(submitter) if self.monitor is not None else None
-        self._queue.put(_Job(run, ticket, after or {}, reads, writes, origin))
+        self._board.put(line, Job(run, ticket, after or {}, reads, writes, origin, can_wait))
         if self._thread is None:
             self._thread = threading.Thread(
-                target=_serve, args=(weakref.ref(self), self._queue), name=f"slideformer-{self.name}", daemon=True
+                target=_serve, args=(weakref.ref(self), self._board), name=f"slideformer-{self.name}", daemon=True
             )
             self._thread.start()
         return ticket
 
     def close(self) -> None:
-        """Finish what is queued, then end the thread."""
+        """Finish what is queued, then end the thread; work submitted later starts another."""
         thread, self._thread = self._thread, None
-        if thread is not None:
-            self._queue.put(None)
-            if thread is not threading.current_thread():
-                thread.join()
+        self._stop()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+        self._begin()
         self._in_flight.clear()
 
     def forget_thread(self) -> None:
         """In a forked child: the thread did not survive, and what was queued belongs to the parent."""
         self._thread = None
-        self._queue = queue.SimpleQueue()
+        self._stop.detach()
+        self._begin()
         self._in_flight.clear()
 
-    def execute(self, job: _Job) -> None:
+    def execute(self, job: Job) -> None:
         """Run one piece of work; never raises."""
         event = None
+        recorder = self.recorder
         try:
             if self.monitor is not None:
                 self.monitor.start(self.name, job.origin)
@@ -120,10 +123,15 @@ class Lane:
                 job.run()
             else:
                 with torch.cuda.stream(self.stream):
+                    begun = recorder.mark(self.stream) if recorder is not None else None
                     job.run()
-                    event = torch.cuda.Event(blocking=True)
+                    event = torch.cuda.Event(blocking=True, enable_timing=recorder is not None)
                     event.record(self.stream)
-            self.busy_seconds += time.perf_counter() - start
+            end = time.perf_counter()
+            self.busy_seconds += end - start
+            if recorder is not None:
+                begin, over = (start, end) if event is None or begun is None else (begun, event)
+                recorder.span(self.name, job.ticket.name, begin, over, nbytes=_moved(job, is_copy=event is not None))
         except BaseException as error:  # the ticket carries it to whoever waits
             job.ticket.issue(error=error)
             return
@@ -138,12 +146,16 @@ class Lane:
     def _follow(self, wait_name: str, ticket: Ticket) -> None:
         if self.monitor is not None and not self.monitor.wait(self.name, wait_name, ticket):
             return
+        recorder = self.recorder
+        start = recorder.mark(self.stream) if recorder is not None else None
         ticket.wait_issued()
         if ticket.event is not None:
             if self.stream is not None:
                 self.stream.wait_event(ticket.event)
             else:
                 ticket.event.synchronize()
+        if recorder is not None and start is not None:
+            recorder.span(self.name, wait_name, start, recorder.mark(self.stream), kind="wait")
         if self.monitor is not None:
             self.monitor.merge(self.name, ticket)
 
@@ -153,15 +165,23 @@ class Lane:
             self._in_flight.popleft().keep = None
 
 
+def _moved(job: Job, *, is_copy: bool) -> int:
+    """Bytes that a piece of work moves: a copy no more than its smaller side, arithmetic all that it touches."""
+    read = sum(buffer.flat.numel() for buffer in job.reads)
+    written = sum(buffer.flat.numel() for buffer in job.writes)
+    if is_copy:
+        return min(read, written) if job.reads and job.writes else max(read, written)
+    return read + 2 * written if job.reads else written
+
+
 _LANES: weakref.WeakSet[Lane] = weakref.WeakSet()
 
 
-def _serve(lane_ref: weakref.ref[Lane], jobs: queue.SimpleQueue[_Job | None]) -> None:
+def _serve(lane_ref: weakref.ref[Lane], board: Board) -> None:
     # The thread holds its lane only while it works, so that an abandoned engine can be collected.
-    while True:
-        job = jobs.get()
+    while (job := board.take()) is not None:
         lane = lane_ref()
-        if job is None or lane is None:
+        if lane is None:
             return
         lane.execute(job)
         del job, lane

@@ -54,27 +54,23 @@ def test_linked_files_exist():
 
 
 def test_config_table_is_the_configuration():
-    """Columns: key, values, default, what it does; keys that are not built are listed apart."""
-    rows = re.findall(r"^\| `(\w+)` \| (.+?) \| `(.+?)` \| (.+?) \|$", README, re.MULTILINE)
-    table = {key: (values, default, doc) for key, values, default, doc in rows}
-    declared = {
-        key.name: (key.metadata["kind"].text, yaml_word(key.default), key.metadata["doc"])
+    """Paste what this shows as expected when a key changes or its part is built."""
+    expected = [
+        f"| `{key.name}` | {key.metadata['kind'].text} | `{yaml_word(key.default)}` | {key.metadata['doc']} |"
         for key in keys()
         if key.metadata["built"]
-    }
-    assert table == declared
+    ]
+    assert [line for line in README.splitlines() if re.match(r"\| `\w+` \|", line)] == expected
 
 
 def test_keys_that_are_not_built_are_said_to_be():
-    line = next(line for line in README.splitlines() if line.startswith("Recognised, but refused"))
-    assert re.findall(r"`(\w+)`", line) == [key.name for key in keys() if not key.metadata["built"]]
+    names = ", ".join(f"`{key.name}`" for key in keys() if not key.metadata["built"])
+    assert f"Recognised, but refused until their part is built: {names}." in README
 
 
-def test_example_configuration_is_valid_and_shows_every_built_key():
+def test_example_configuration_is_valid():
     example = yaml.safe_load((ROOT / "benchmarks" / "finetune" / "slideformer.yaml").read_text())
-    section = example["slideformer_config"]
-    SlideFormerConfig.from_mapping(section)
-    assert list(section) == [key.name for key in keys() if key.metadata["built"]]
+    SlideFormerConfig.from_mapping(example["slideformer_config"])
 
 
 def test_the_script_of_the_main_job_is_ordinary():

@@ -49,12 +49,12 @@ def line(report, stream, clock):
 def test_a_file_gets_lines_with_every_figure(line, report, stream, clock):
     line.expect(8)
     clock.now = 12.0
-    report.waits = {"host waits for update": 3.0, "compute waits for weights": 6.0, "host waits for norm": 0.001}
+    report.waits = {"host waits for update": 3.0, "compute after weights": 6.0, "host waits for norm": 0.001}
     line.tokens(torch.tensor(600))
     line.tokens(600)
     line.micro_batch(torch.tensor(1.25, requires_grad=True))
     assert stream.getvalue().startswith("step 0/8  loss 1.2500  100 tokens/s  window 0.25 GB  host ")
-    assert stream.getvalue().endswith("waits: compute for weights 50%, host for update 25%\n")
+    assert stream.getvalue().endswith("waits: compute on weights 50%, host on update 25%\n")
 
 
 def test_lines_are_rare_but_the_last_step_is_always_shown(line, stream, clock):
@@ -87,7 +87,7 @@ def test_unknown_total_is_fine(line, stream, clock):
 def test_waits_are_shares_of_the_last_seconds():
     first = Sample(10.0, 0.0, {"host waits for update": 5.0})
     last = Sample(20.0, 0.0, {"host waits for update": 6.0, "host waits for norm": 0.01})
-    assert waiting(first, last) == "host for update 10%"
+    assert waiting(first, last) == "host on update 10%"
     assert waiting(first, first._replace(time=20.0)) == "none"
 
 
