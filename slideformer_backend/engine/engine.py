@@ -95,6 +95,7 @@ class Engine:
         self.is_detached = False
         self._bindings: list[Binding] = []
         self._bind_hooks: list[Callable[[Engine, Binding], None]] = []
+        self._detach_hooks: list[Callable[[], None]] = []
         self._records: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._hooks: list[RemovableHandle] = []
         self._forwards: list[UnitForward] = []
@@ -124,6 +125,10 @@ class Engine:
     def on_bind(self, hook: Callable[[Engine, Binding], None]) -> None:
         """Call ``hook`` for every optimizer bound from now on."""
         self._bind_hooks.append(hook)
+
+    def on_detach(self, hook: Callable[[], None]) -> None:
+        """Call ``hook`` when everything has settled and nothing has been undone yet."""
+        self._detach_hooks.append(hook)
 
     def add_hook(self, handle: RemovableHandle) -> None:
         """Remove ``handle`` when the engine is detached."""
@@ -217,6 +222,8 @@ class Engine:
             self._undo(gradients if is_settled else {})
 
     def _undo(self, gradients: Mapping[int, torch.Tensor]) -> None:
+        for leave in self._detach_hooks if is_settled else ():
+            leave()
         for hook in self._hooks:
             hook.remove()
         for forward in self._forwards:

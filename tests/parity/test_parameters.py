@@ -239,9 +239,18 @@ WRITES = [multiplied_data, copied, multiplied, assigned_data, one_element, forea
 
 
 @each_policy
-@each_precision
+@pytest.mark.parametrize(
+    ("precision", "when"),
+    [
+        ("fp32", "after zero_grad"),
+        ("fp32", "after step"),
+        ("fp32", "before step"),
+        ("bf16", "after step"),
+        ("bf16", "before step"),
+        ("autocast", "after step"),
+    ],
+)
 @pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
-@pytest.mark.parametrize("when", ["after zero_grad", "after step", "before step"])
 def test_user_writes(device, policy, precision, write, when):
     dtype, autocast = PRECISIONS[precision]
     if policy == "immediate" and when == "before step":
