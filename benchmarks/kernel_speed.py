@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+import torch._functorch.config
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 

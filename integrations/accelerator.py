@@ -128,6 +128,10 @@ class SlideFormerAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate i
             state = self.gradient_state
             engine.last_microbatch = lambda: bool(state.sync_gradients)
             self.slideformer_status.watch_model(model, engine)
+            if self.slideformer_config.lazy_logits:
+                from slideformer_backend.integrations import lazy_logits
+
+                lazy_logits.install(engine)
         for prepared in self._optimizers:
             if optimizers.bind(prepared) and isinstance(prepared, optimizers.SlideFormerOptimizer):
                 prepared.follow_step()

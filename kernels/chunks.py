@@ -8,7 +8,7 @@ import torch
 
 from slideformer_backend.kernels.softmax_gradient import padded_columns
 
-__all__ = ["CHUNK_BYTES", "Projection", "chunk_tokens", "keeps_graph"]
+__all__ = ["CHUNK_BYTES", "Projection", "chunk_tokens", "product_dtype"]
 
 CHUNK_BYTES = 1 << 30
 """Logits held at a time, at most. Larger chunks read and write the weight's gradient less often: measured on an H200,
@@ -45,9 +45,11 @@ class Projection:
         is_scaled: bool = True,
     ) -> None:
         self.dtype = dtype or product_dtype(hidden)
-        self.hidden = hidden.detach().to(self.dtype)
-        self.weight = weight.detach().to(self.dtype)
-        self.bias = None if bias is None else bias.detach().to(self.dtype)
+        # a parameter may be of a class that watches what user code does with it
+        with torch._C.DisableTorchFunctionSubclass():
+            self.hidden = hidden.detach().to(self.dtype)
+            self.weight = weight.detach().to(self.dtype)
+            self.bias = None if bias is None else bias.detach().to(self.dtype)
         self.vocabulary = weight.shape[0]
         self.gradient_scale = _HALF_SCALE if is_scaled and self.dtype == torch.float16 else 1.0
         wants_hidden, wants_weight, wants_bias = wanted
@@ -125,12 +127,6 @@ def chunk_tokens(tokens: int, row_bytes: int, device: torch.device) -> int:
     if tokens <= most:
         return tokens
     return most // 256 * 256 if most >= 256 else most
-
-
-def keeps_graph() -> bool:
-    """Whether the running backward was asked to keep its graph, so that it may run again."""
-    probe = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-    return True if probe is None else bool(probe())
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, alpha: float, *, is_first: bool) -> None:

@@ -13,16 +13,22 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from slideformer_backend.kernels.chunks import Projection, keeps_graph
+from slideformer_backend.kernels.chunked_loss import (
+    HeadTensors,
+    Upstream,
+    keeps_graph,
+    summed_loss,
+    token_gradients,
+    token_losses,
+)
+from slideformer_backend.kernels.chunks import product_dtype
 from slideformer_backend.kernels.loss import LossOptions
-from slideformer_backend.kernels.scaled_cast import scaled_cast
-from slideformer_backend.kernels.softmax_gradient import softmax_gradient_
 
 __all__ = ["TokenStatistics", "linear_cross_entropy", "linear_token_losses"]
 
 
 class TokenStatistics(NamedTuple):
-    """Per token, fp32 [tokens]: loss (differentiable), logsumexp, entropy, and whether the target is on top (0/1)."""
+    """Per token, fp32 [tokens]: loss and logsumexp (differentiable), entropy, whether the target is on top (0/1)."""
 
     loss: torch.Tensor
     lse: torch.Tensor
@@ -31,11 +37,7 @@ class TokenStatistics(NamedTuple):
 
 
 class _SummedLoss(torch.autograd.Function):
-    """Sum of the losses of all tokens over ``divisor``. Gradients are made in forward, where the logits are at hand.
-
-    The divisor is in the gradients of the logits, so that what is rounded to 16 bits is what plain torch rounds. fp16
-    has no room for that: it is applied at the end, as a loss scale is.
-    """
+    """Sum of the losses of all tokens over ``divisor``. Gradients are made in forward, where the logits are at hand."""
 
     @staticmethod
     def forward(
@@ -50,45 +52,21 @@ class _SummedLoss(torch.autograd.Function):
         with_gradient: bool,
     ) -> torch.Tensor:
         wanted = tuple(ctx.needs_input_grad[:3]) if with_gradient else (False, False, False)
-        projection = Projection(hidden, weight, bias, wanted)
-        losses = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
-        factor = None if divisor is None else divisor.reciprocal()
-        is_late = projection.dtype == torch.float16
-        for begin, end in projection.ranges(tokens):
-            logits = projection.logits(begin, end)
-            result = softmax_gradient_(
-                logits,
-                targets[begin:end],
-                projection.vocabulary,
-                options,
-                gradient_scale=projection.gradient_scale if any(wanted) else None,
-                upstream=None if is_late else factor,
-            )
-            losses[begin:end] = result.loss
-            projection.take_gradient(logits, begin, end)
+        head = HeadTensors(hidden, weight, bias)
         # saved for torch's own checks: backward twice, and weights changed in between
         ctx.save_for_backward(hidden, weight)
-        ctx.gradients = projection.gradients
-        ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
-        ctx.factor = factor if is_late else None
-        return losses.sum() if divisor is None else losses.sum() / divisor
+        ctx.sum = summed_loss(head, targets, options, wanted, divisor=divisor, tokens=tokens)
+        loss: torch.Tensor = ctx.sum.loss
+        return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         _ = ctx.saved_tensors
         may_reuse = not keeps_graph()
-        if ctx.factor is not None:
-            upstream = upstream * ctx.factor
-        found: list[torch.Tensor | None] = []
-        for gradient, dtype in zip(ctx.gradients, ctx.dtypes, strict=True):
-            if gradient is None:
-                found.append(None)
-                continue
-            target = gradient if may_reuse and gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
-            found.append(scaled_cast(gradient, upstream, target))
+        found = ctx.sum.times(upstream, may_reuse=may_reuse)
         if may_reuse:
-            ctx.gradients = None
+            ctx.sum = None
         return (*found, None, None, None, None, None)
 
 
@@ -106,50 +84,24 @@ class _TokenLosses(torch.autograd.Function):
         tokens: int | None,
         with_statistics: bool,
     ) -> tuple[torch.Tensor, ...]:
-        projection = Projection(hidden, weight, bias, (False, False, False))
-        count = len(targets)
-        outputs = hidden.new_empty((4 if with_statistics else 2, count), dtype=torch.float32)
-        for begin, end in projection.ranges(tokens):
-            result = softmax_gradient_(
-                projection.logits(begin, end),
-                targets[begin:end],
-                projection.vocabulary,
-                options,
-                with_statistics=with_statistics,
-            )
-            for row, value in zip(outputs, result, strict=False):
-                if value is not None:
-                    row[begin:end] = value
-        loss, *statistics = (row.clone() for row in outputs)
-        ctx.save_for_backward(hidden, weight, bias, targets, statistics[0], options.class_weight)
-        ctx.options, ctx.tokens, ctx.product = options, tokens, projection.dtype
+        head = HeadTensors(hidden, weight, bias)
+        loss, lse, *statistics = token_losses(head, targets, options, tokens=tokens, with_statistics=with_statistics)
+        ctx.save_for_backward(hidden, weight, bias, targets, lse)
+        ctx.options, ctx.tokens, ctx.product = options, tokens, product_dtype(hidden)
         ctx.mark_non_differentiable(*statistics)
-        return (loss, *statistics)
+        ctx.set_materialize_grads(False)
+        return (loss, lse, *statistics)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, bias, targets, lse, _class_weight = ctx.saved_tensors
-        projection = Projection(
-            hidden, weight, bias, tuple(ctx.needs_input_grad[:3]), dtype=ctx.product, is_scaled=False
-        )
-        upstream = upstream.float().contiguous()
-        for begin, end in projection.ranges(ctx.tokens):
-            logits = projection.logits(begin, end)
-            softmax_gradient_(
-                logits,
-                targets[begin:end],
-                projection.vocabulary,
-                ctx.options,
-                gradient_scale=1.0,
-                upstream=upstream[begin:end],
-                known_lse=lse[begin:end],
-            )
-            projection.take_gradient(logits, begin, end)
-        given = (hidden, weight, bias)
-        found = (
-            None if gradient is None or tensor is None else gradient.to(tensor.dtype)
-            for gradient, tensor in zip(projection.gradients, given, strict=True)
+    def backward(
+        ctx: Any, of_loss: torch.Tensor | None, of_lse: torch.Tensor | None, *_: Any
+    ) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, bias, targets, lse = ctx.saved_tensors
+        head = HeadTensors(hidden, weight, bias)
+        upstream = Upstream(of_loss, of_lse, lse)
+        found = token_gradients(
+            head, targets, ctx.options, upstream, tuple(ctx.needs_input_grad[:3]), dtype=ctx.product, tokens=ctx.tokens
         )
         return (*found, None, None, None, None)
 
@@ -179,7 +131,7 @@ def linear_token_losses(
         tokens: tokens per chunk; from free memory without.
 
     Returns:
-        fp32 tensors of the shape of ``targets``; only the loss has gradients.
+        fp32 tensors of the shape of ``targets``; loss and logsumexp have gradients.
     """
     options = _checked(hidden, weight, targets, options)
     rows, flat = _flat(hidden, targets)

@@ -6,7 +6,7 @@ rows in flight the second read comes from the cache, so that device memory sees 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -57,6 +57,7 @@ def softmax_gradient_kernel(
     class_weight_ptr: tl.tensor,
     class_weight_sum_ptr: tl.tensor,
     upstream_ptr: tl.tensor,
+    upstream_lse_ptr: tl.tensor,
     loss_ptr: tl.tensor,
     lse_ptr: tl.tensor,
     entropy_ptr: tl.tensor,
@@ -75,6 +76,7 @@ def softmax_gradient_kernel(
     HAS_SMOOTHING: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_UPSTREAM: tl.constexpr,
+    HAS_UPSTREAM_LSE: tl.constexpr,
     KNOWN_LSE: tl.constexpr,
     WITH_STATISTICS: tl.constexpr,
     WRITE_GRADIENT: tl.constexpr,
@@ -161,6 +163,8 @@ def softmax_gradient_kernel(
             on_target = (1.0 - smoothing) * target_weight * upstream
             everywhere = smoothing / vocabulary * upstream
             of_softmax = on_target + everywhere * weight_sum + 2.0 * z_loss * lse * upstream
+            if HAS_UPSTREAM_LSE:
+                of_softmax += gradient_scale * tl.load(upstream_lse_ptr + row)
             of_softmax = tl.where(is_valid, of_softmax, float("nan"))
             loaded = tl.load(logits_ptr + offsets, mask=offsets < columns, other=0.0, eviction_policy=last_read)
             for start in range(0, columns, BLOCK):
@@ -214,6 +218,7 @@ def softmax_gradient_(
     *,
     gradient_scale: float | None = None,
     upstream: torch.Tensor | None = None,
+    upstream_of_lse: torch.Tensor | None = None,
     known_lse: torch.Tensor | None = None,
     with_statistics: bool = False,
     config: LaunchConfig | None = None,
@@ -227,6 +232,7 @@ def softmax_gradient_(
         options: the loss.
         gradient_scale: times this the gradient is written over ``logits`` (0 beyond V); None: logits stay.
         upstream: fp32 [rows] or scalar, gradient of each row's loss; 1 without.
+        upstream_of_lse: fp32 [rows], what flows into each row's ``lse`` beside that; 0 without.
         known_lse: fp32 [rows], ``lse`` of an earlier call for the same logits: saves a read; ``loss`` stays empty.
         with_statistics: whether to fill ``entropy`` and ``is_top``.
         config: launch parameters; measured defaults without.
@@ -239,6 +245,7 @@ def softmax_gradient_(
             options,
             gradient_scale=gradient_scale,
             upstream=upstream,
+            upstream_of_lse=upstream_of_lse,
             known_lse=known_lse,
             with_statistics=with_statistics,
         )
@@ -258,6 +265,7 @@ def softmax_gradient_(
             weight if weight is not None else lse,
             weight.sum() if weight is not None else lse,
             upstream if upstream is not None else lse,
+            upstream_of_lse if upstream_of_lse is not None else lse,
             loss,
             lse,
             entropy if entropy is not None else lse,
@@ -276,6 +284,7 @@ def softmax_gradient_(
             HAS_SMOOTHING=options.smoothing != 0.0,
             HAS_SOFTCAP=options.softcap != 0.0,
             HAS_UPSTREAM=upstream is not None,
+            HAS_UPSTREAM_LSE=upstream_of_lse is not None,
             KNOWN_LSE=known_lse is not None,
             WITH_STATISTICS=with_statistics,
             WRITE_GRADIENT=gradient_scale is not None,

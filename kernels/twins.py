@@ -15,6 +15,7 @@ def softmax_gradient_(
     *,
     gradient_scale: float | None = None,
     upstream: torch.Tensor | None = None,
+    upstream_of_lse: torch.Tensor | None = None,
     known_lse: torch.Tensor | None = None,
     with_statistics: bool = False,
 ) -> ChunkResult:
@@ -49,6 +50,8 @@ def softmax_gradient_(
         factor = torch.full_like(lse, gradient_scale) * (1.0 if upstream is None else upstream)
         on_target = (1 - options.smoothing) * target_weight * factor
         of_softmax = on_target + share * factor * weight_sum + 2 * options.z_loss * lse * factor
+        if upstream_of_lse is not None:
+            of_softmax = of_softmax + gradient_scale * upstream_of_lse
         gradient = probabilities * of_softmax.masked_fill(~is_valid, torch.nan)[:, None]
         gradient.scatter_add_(1, at, -on_target[:, None])
         gradient -= (share * factor)[:, None] * weight

@@ -183,7 +183,7 @@ class SlideFormerConfig:
     kernels: str | tuple[str, ...] = _key(
         "auto", Kind("auto, off or kernel names", _names), "which fused kernels replace a model's own", built=False
     )
-    lazy_logits: bool = _key(True, BOOLEAN, "fuse the head with the loss, never holding all logits", built=False)
+    lazy_logits: bool = _key(True, BOOLEAN, "fuse the head with the loss, never holding all logits")
     weights: Literal["auto", "host", "nvme"] = _key(
         "auto", one_of("auto", "host", "nvme"), "where weights outside the window live", built=False
     )

@@ -115,7 +115,7 @@ class DeepSpeed:
         if on_cpu:  # gloo serves one process as well, without compiling a library first
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         self.model = model
-        _checkpoint(model)
+        checkpoint(model)
         self.engine = deepspeed.initialize(
             model=model, model_parameters=model.parameters(), config=zero_config(job, stage)
         )[0]
@@ -186,7 +186,7 @@ class TorchAO:
         from torchao.optim import CPUOffloadOptimizer
 
         self.model = model
-        _checkpoint(model)
+        checkpoint(model)
         self.optimizer = CPUOffloadOptimizer(
             model.parameters(),
             torch.optim.AdamW,
@@ -215,7 +215,7 @@ class Ceiling:
     def __init__(self, model: nn.Module, *, recomputes: bool) -> None:
         self.model = model
         if recomputes:
-            _checkpoint(model)
+            checkpoint(model)
 
     def step(self, micro_batches: Sequence[Tensor], clip: Clip) -> Step:
         loss = accumulate(self.model, micro_batches)
@@ -263,8 +263,9 @@ def accumulate(model: nn.Module, micro_batches: Sequence[Tensor]) -> Tensor:
     return torch.stack(losses).sum()
 
 
-def _checkpoint(model: nn.Module) -> None:
-    enable: Any = model.gradient_checkpointing_enable
+def checkpoint(model: nn.Module) -> None:
+    """Hugging Face's own recompute of layers, under either of its names."""
+    enable: Any = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
 
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,7 +37,7 @@ class Options:
         rounds: how often every job runs, in the same order each time.
         budget: seconds after which no job is started any more (None: no limit).
         previous: results of an earlier run on the same machine; what succeeded there is not run again.
-        traces: keep our traces in ``out``.
+        traces: keep our traces, in ``traces.zip``.
         say: takes progress lines.
     """
 
@@ -73,6 +74,7 @@ class Driver:
         self._started = time.monotonic()
         self._scratch = tempfile.TemporaryDirectory(prefix="slideformer-bench-")
         self._folder = Path(self._scratch.name)
+        self._traces = self._folder / "traces"
         self._count = 0
         self.run = Run()
         options.out.mkdir(parents=True, exist_ok=True)
@@ -110,9 +112,11 @@ class Driver:
         left = self._left() - reserve
         if left < min(job.timeout, 60.0):
             return _failed(job, number, "not run: the time given for the run is over"), None
-        trace = self._options.out if self._options.traces and job.contender == "ours" and number == 0 else None
-        given = {"job": job.to_json(), "device": job.device, "threads": job.threads, "trace": trace and str(trace)}
+        traced = self._options.traces and job.contender == "ours" and number == 0
+        trace = str(self._traces) if traced else None
+        given = {"job": job.to_json(), "device": job.device, "threads": job.threads, "trace": trace}
         output, error = self._process("time", given, min(job.timeout, left), job.name)
+        self._keep_traces()
         if error:
             return _failed(job, number, error), None
         results = [dataclasses.replace(result_from_dict(item), round=number) for item in (output or {})["results"]]
@@ -128,6 +132,13 @@ class Driver:
         if seen is None:
             return _refuse(results, "not checked against plain PyTorch"), None
         return results, seen
+
+    def _keep_traces(self) -> None:
+        """One archive holds all traces of a run."""
+        for path in sorted(self._traces.glob("*.json.gz")):
+            with zipfile.ZipFile(self._options.out / "traces.zip", "a") as archive:
+                archive.write(path, path.name)
+            path.unlink()
 
     def _verify(self, pending: Sequence[_Pending]) -> None:
         """Compare what our contenders saw with plain PyTorch; one process for those that share a model."""
@@ -161,7 +172,7 @@ class Driver:
             ]
             if not same:
                 return None
-            found.append(same[-1])
+            found.append(dataclasses.replace(same[-1], earlier=True))
         return found
 
     def _process(
@@ -252,7 +263,7 @@ def _last_words(text: str, status: int) -> str:
     if status == -signal.SIGKILL:
         return "killed, probably for want of host memory"
     errors = [line for line in lines if ("Error" in line or "error:" in line) and not line.startswith("File ")]
-    return (errors or lines or [f"exit status {status}"])[-1][:300]
+    return (errors or lines or [f"exit status {status}"])[-1][:600]
 
 
 def _failed(job: Job, number: int, error: str) -> list[Result]:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from slideformer_backend.benchmarks.harness.contenders import WEIGHT_DECAY, Ours, accumulate
+from slideformer_backend.benchmarks.harness.contenders import WEIGHT_DECAY, Ours, accumulate, checkpoint
 from slideformer_backend.benchmarks.harness.shapes import SHAPES, make_batches, make_model
 from slideformer_backend.benchmarks.harness.spec import MAX_NORMS, Clip, Job, Load
 
@@ -83,8 +83,7 @@ def train_plainly(
     load, shape = job.loads[0], SHAPES[job.shape].with_layers(job.check_layers)
     batches = make_batches(shape, STEPS * load.accumulate, load.sequences, load.length, device)
     model = make_model(shape, device)
-    enable: Any = model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
+    checkpoint(model)
     reference = Reference(model, order)
     losses, gradients = [], {}
     with _deterministic():

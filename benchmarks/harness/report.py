@@ -142,7 +142,7 @@ HEAD = (
 
 def cells(report: Report, result: Result) -> list[str]:
     """One line of the table."""
-    name = f"{result.contender} {result.label}".strip()
+    name = f"{result.contender} {result.label}".strip() + ("*" if result.earlier else "")
     if result.error:
         return [name, result.load.clip, *[""] * (len(HEAD) - 2)]
     compared = [
@@ -241,7 +241,8 @@ def markdown(report: Report, plot: str | None) -> str:
         " x: ratio within this run. TFLOPS: model operations, then with recompute counted. GPU: peak allocated and"
         " reserved over the timed steps. host B/p: peak host bytes per parameter beyond the process before the model."
         " busy: share of the time, from a trace of further steps. x limit: step time over the largest limit. clip:"
-        " `quiet` asks for clipping that never takes effect, `active` clips every step.",
+        " `quiet` asks for clipping that never takes effect, `active` clips every step. *: from an earlier run on this"
+        " machine.",
         "",
     ]
     if plot is not None:

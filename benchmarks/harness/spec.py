@@ -70,6 +70,7 @@ class Job:
         timeout: seconds after which the process is stopped.
         threads: of torch on the CPU (None: torch's own choice).
         learning_rate: of every optimizer.
+        repeats: train on one batch again and again, so that losses fall and show differences.
     """
 
     contender: Contender
@@ -85,6 +86,7 @@ class Job:
     timeout: float = 300.0
     threads: int | None = None
     learning_rate: float = 1e-5
+    repeats: bool = False
 
     @property
     def key(self) -> str:
@@ -124,6 +126,7 @@ class Result:
         recomputed: share of the layers whose forward runs again in backward.
         plan: the placement's reason, if any; ``checked``: what exactness check it passed.
         error: why there is no result; then the figures are zero.
+        round: which of the interleaved rounds. ``earlier``: taken over from an earlier run.
     """
 
     contender: Contender
@@ -149,7 +152,7 @@ class Result:
     checked: str = ""
     error: str = ""
     round: int = 0
-    started: float = 0.0
+    earlier: bool = False
 
     @property
     def rate(self) -> float:

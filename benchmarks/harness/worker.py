@@ -64,10 +64,13 @@ def observe_only(job: Job, device: torch.device) -> dict[str, Any]:
 
 def _time(job: Job, load: Load, trainer: Trainer, host: HostPeak, device: torch.device, trace: Path | None) -> Result:
     shape = SHAPES[job.shape]
-    result = Result(contender=job.contender, shape=job.shape, label=job.label, load=load, started=time.time())
-    result.parameters = sum(parameter.numel() for parameter in _parameters(trainer))
+    result = Result(contender=job.contender, shape=job.shape, label=job.label, load=load)
+    # ZeRO-3 leaves empty tensors in the place of what it took away; it notes how large they were
+    result.parameters = sum(getattr(p, "ds_numel", p.numel()) for p in trainer.model.parameters())
     batches = make_batches(shape, (job.warmup + job.steps) * load.accumulate, load.sequences, load.length, device)
     rows = [batches[i : i + load.accumulate] for i in range(0, len(batches), load.accumulate)]
+    if job.repeats:
+        rows = [rows[0]] * len(rows)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what an earlier load had reserved
     for row in rows[: job.warmup]:
@@ -93,6 +96,9 @@ def _time(job: Job, load: Load, trainer: Trainer, host: HostPeak, device: torch.
     result.losses = [float(loss) for loss in losses]
     max_norm = MAX_NORMS[load.clip]
     result.clipped = sum(norm > max_norm for norm in result.norms) if max_norm is not None else 0
+    expected = job.steps if load.clip == "active" else 0
+    if result.norms and result.clipped != expected:
+        result.error = f"clipping took effect in {result.clipped} of {job.steps} steps, expected {expected}"
     result.repairs = repairs[-1] - repairs[0]
     result.repaired = statistics.fmean(b > a for a, b in itertools.pairwise(repairs))
     result.host_bytes = host.bytes()
@@ -142,11 +148,6 @@ def _with_bytes(span: Timed, engine: Any) -> Timed:
         return span
     elements = {unit.name: unit.layout.state_elements for unit in engine.units}
     return span._replace(nbytes=BYTES[what] * elements.get(unit, 0))
-
-
-def _parameters(trainer: Trainer) -> list[Tensor]:
-    # ZeRO-3 leaves empty tensors in the place of what it took away; it notes how large they were
-    return [getattr(parameter, "ds_tensor", parameter) for parameter in trainer.model.parameters()]
 
 
 def _repairs(trainer: Trainer) -> int:

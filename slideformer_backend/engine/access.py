@@ -133,6 +133,8 @@ class GradientAccess(_OfRecord):
             engine.policy.apply_coefficients(unit)
             if writes:
                 self._claim(engine)
+        elif writes and self._buffer is unit.logged:
+            engine.policy.commit(unit)  # kept past `grad = None`: the log still has to read this memory
         self._wait(engine, writes)
 
     def after(self, aliased: bool) -> None:
@@ -146,6 +148,8 @@ class GradientAccess(_OfRecord):
             self._claim(engine)
             for record in unit.with_gradient:
                 record.square_sum = None
+        elif self._buffer is unit.logged:
+            engine.policy.commit(unit)
         self._wait(engine, True)
 
     def get_grad(self) -> torch.Tensor | None:

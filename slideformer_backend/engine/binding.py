@@ -13,6 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..errors import UnsupportedError
+from ..optim.numba_kernels import warm_up
 from ..optim.rules import rule_for
 from .unit import Entry, ParamRecord
 
@@ -108,6 +109,13 @@ class Binding:
         if rule is None or group is None:
             raise RuntimeError("an optimizer without a fused rule has no log entries")
         return Entry(rule, rule.states_used(group), rule.scalars(group, record.steps + 1), coefficient)
+
+    def warm_up(self, records: Sequence[ParamRecord], update: str) -> None:
+        """Compile the kernels that these parameters need under this policy, before the first step."""
+        for record in records:
+            if self.rule is not None and record.group is not None:
+                states = len(self.rule.states_used(record.group))
+                warm_up(self.rule, record.gradient_kind, record.weight_kind, update, states=states)
 
     def run_on(self, parameters: Sequence[torch.Tensor]) -> None:
         """The optimizer's own step on some of its parameters only."""

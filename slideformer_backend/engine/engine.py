@@ -5,16 +5,14 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..config import SlideFormerConfig
-from ..optim.numba_kernels import warm_up
 from ..optim.workers import WorkerPool, default_threads
 from ..storage import HostMemory
 from ..trace import Recorder
@@ -44,6 +42,13 @@ SWITCH_INTERVAL = 2e-4
 """Seconds after which a thread that wants the GIL gets it. Workers need it for microseconds at both ends of a kernel;
 at Python's 5 ms they stand still for as long as the kernel runs (measured: an advance of 100 M parameters took 57 ms
 instead of 38)."""
+
+
+class Removable(Protocol):
+    """Something that was put in place, with the way to take it away."""
+
+    def remove(self) -> None:
+        """Take it away."""
 
 
 class Engine:
@@ -97,7 +102,7 @@ class Engine:
         self._bind_hooks: list[Callable[[Engine, Binding], None]] = []
         self._detach_hooks: list[Callable[[], None]] = []
         self._records: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._hooks: list[RemovableHandle] = []
+        self._hooks: list[Removable] = []
         self._forwards: list[UnitForward] = []
         self._usual_count = 1
         self._saw_microbatch = False
@@ -130,7 +135,7 @@ class Engine:
         """Call ``hook`` when everything has settled and nothing has been undone yet."""
         self._detach_hooks.append(hook)
 
-    def add_hook(self, handle: RemovableHandle) -> None:
+    def add_hook(self, handle: Removable) -> None:
         """Remove ``handle`` when the engine is detached."""
         self._hooks.append(handle)
 
@@ -217,13 +222,13 @@ class Engine:
                 gradient = record.parameter.grad
                 if gradient is not None:
                     gradients[id(record)] = gradient.detach().to("cpu", copy=True)
+            for leave in self._detach_hooks:
+                leave()
             is_settled = True
         finally:
             self._undo(gradients if is_settled else {})
 
     def _undo(self, gradients: Mapping[int, torch.Tensor]) -> None:
-        for leave in self._detach_hooks if is_settled else ():
-            leave()
         for hook in self._hooks:
             hook.remove()
         for forward in self._forwards:
@@ -333,9 +338,7 @@ class Engine:
         for record in records:
             if record.steps:
                 load_states(record, {}, tuple({*record.unit.states, *record.device_states} - {MASTER, LOW}))
-            if binding.rule is not None and record.group is not None:
-                states = len(binding.rule.states_used(record.group))
-                warm_up(binding.rule, record.gradient_kind, record.weight_kind, self.config.update, states=states)
+        binding.warm_up(records, self.config.update)
 
     def _install(self) -> None:
         for unit in self.units:

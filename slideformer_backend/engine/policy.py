@@ -121,6 +121,8 @@ class UpdatePolicy(abc.ABC):
         unit = record.unit
         if record.predicted is not None:
             self.void(unit)
+        if record.coefficient != ONE and unit.gradient is not None and unit.gradient.is_held():
+            self.apply_coefficients(unit)  # whoever keeps the gradient sees it clipped, as torch leaves it
         record.has_gradient = False
         record.coefficient = ONE
         record.square_sum = None
@@ -153,7 +155,10 @@ class UpdatePolicy(abc.ABC):
             unit,
             f"clip of {unit.name}",
             lambda: self.arithmetic.scale(records, coefficients, buffer.slab),
-            after={"clip after gradient filled": buffer.filled},  # norms of device slots come before the gradient does
+            after={  # norms of device slots come before the gradient does
+                "clip after gradient filled": buffer.filled,
+                "clip after gradient sent": buffer.sent,
+            },
             writes=(buffer.slab,),
         )
         for record in records:

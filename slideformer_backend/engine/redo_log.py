@@ -63,12 +63,12 @@ class RedoLog(UpdatePolicy):
             if unit.logged is not None and unit.logged.is_aliased:
                 self.commit(unit)  # user code may write the logged memory at any time from now on
                 self.backend.synchronize("host waits for update", unit.updated)
-        if any(entry.coefficient != ONE for entry in entries):  # the next step is expected to be clipped too
-            for unit in by_unit:
-                self.commit(unit, can_wait=True)
                 if unit.gradient is not None:
                     self.backend.synchronize("host waits for norm", unit.measured)
                     self.backend.touch_host("user's alias of a gradient", writes=(unit.gradient.slab,))
+        if any(entry.coefficient != ONE for entry in entries):  # the next step is expected to be clipped too
+            for unit in by_unit:
+                self.commit(unit, can_wait=True)
 
     def commit(self, unit: Unit, *, can_wait: bool = False) -> None:
         buffer = unit.logged

@@ -303,6 +303,22 @@ def test_target_outside_the_vocabulary_gives_nan():
     assert losses.isnan().tolist() == [False, True, False, False, False, False, False]
 
 
+def test_logsumexp_has_gradients():
+    h, w, _, t, _ = Case(ignored=0.0).tensors()
+
+    def ours(h, w, b):
+        found = linear_token_losses(h, w, t, tokens=3)
+        return found.lse.square().sum() + found.loss.sum()
+
+    def truths(h, w, b):
+        z = h @ w.t()
+        return z.logsumexp(-1).square().sum() + F.cross_entropy(z, t, reduction="sum")
+
+    for mine, true in zip(gradients(ours, h, w, None), gradients(truths, h.double(), w.double(), None), strict=True):
+        if true is not None:
+            assert error(mine, true) < 1e-5
+
+
 def test_masked_classes():
     """Logits of -inf (from a bias) have probability 0, also where a whole block of a row is masked."""
     h, w, b, t, _ = Case(vocabulary=300, bias=True, ignored=0.0).tensors()
@@ -354,10 +370,13 @@ def test_kernel_equals_twin():
             logits = torch.randn(5, 256, device=DEVICE) * 3
             kwargs = {"gradient_scale": 2.0, "upstream": upstream, "with_statistics": lse is None}
             if lse:
+                kwargs["upstream_of_lse"] = torch.randn(5, device=DEVICE)
                 kwargs["known_lse"] = twins.softmax_gradient_(logits, targets, 200, options).lse
             mine, other = logits.clone(), logits.clone()
             mine[:, 200:] = torch.nan
-            found = softmax_gradient_(mine, targets, 200, options, config=LaunchConfig(64, 1, ahead=lse is None), **kwargs)
+            found = softmax_gradient_(
+                mine, targets, 200, options, config=LaunchConfig(64, 1, ahead=lse is None), **kwargs
+            )
             expected = twins.softmax_gradient_(other, targets, 200, options, **kwargs)
             torch.testing.assert_close(mine, other, equal_nan=True)
             for a, b in zip(found, expected, strict=True):

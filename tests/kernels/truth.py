@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import torch
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+from tests.tolerances import KERNELS as TOLERANCE
 
-# Relative error (norm of the difference over norm of the truth) allowed beyond plain torch's own, by dtype. fp32: sums
-# in another order. bf16, fp16: one unit roundoff (2^-8, 2^-11): in a small case few values carry the norm, and how each
-# of them happens to round differs where an upstream gradient is applied after the rounding instead of before. That the
-# error is not larger on average has its own tests.
-TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+__all__ = ["DEVICE", "TOLERANCE", "check", "error"]
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def error(found: torch.Tensor, truth: torch.Tensor) -> float:

@@ -90,6 +90,17 @@ class FakeEngine:
         self.last_microbatch = lambda: True
         self.bound, self.clips, self.skip, self.detached = [], [], False, False
         self._ids = {id(parameter) for parameter in model.parameters()}
+        self.hooks = []
+
+    @property
+    def is_detached(self):
+        return self.detached
+
+    def add_hook(self, handle):
+        self.hooks.append(handle)
+
+    def record_of(self, parameter):
+        return None
 
     def bind(self, optimizer):
         if optimizer in self.bound:
@@ -113,6 +124,8 @@ class FakeEngine:
         return self.skip
 
     def detach(self):
+        for hook in self.hooks:
+            hook.remove()
         for optimizer in self.bound:
             optimizer.__dict__.pop("step", None)
         self.detached = True

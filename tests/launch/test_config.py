@@ -9,12 +9,11 @@ import pytest
 from slideformer_backend import ConfigError, SlideFormerConfig, SlideFormerError
 from slideformer_backend.config import environment_settings, keys
 
-BUILT = ("update", "nonfinite", "cpu_threads", "prefetch", "pin_memory", "status", "gpu_memory", "recompute", "trace")
+BUILT = ("update", "nonfinite", "cpu_threads", "prefetch", "pin_memory", "status", "gpu_memory", "recompute", "lazy_logits", "trace")
 LATER = {
     "host_memory": "100 GB",
     "activations": "host",
     "kernels": "rms_norm,swiglu",
-    "lazy_logits": False,
     "weights": "nvme",
     "optimizer_states": "nvme",
     "nvme_path": "/scratch",
