@@ -6,15 +6,12 @@ A tolerance is (relative, absolute). To loosen one needs a reason in the change 
 import torch
 
 ASSOCIATIVITY = (1e-4, 1e-5)
-"""fp32: the gradient of a tensor that a unit and somebody else both use. The identity on a unit's inputs adds the unit's
-own terms first, plain autograd adds in order of creation; after a few steps of AdamW, which divides by the root of v,
+"""fp32: the gradient of a tensor that a unit and somebody else both use. The identity on a unit's inputs adds its own
+terms first, plain autograd adds in order of creation; after a few steps of AdamW, which divides by the root of v,
 single ulps have grown to this."""
 
 NORM = (1e-6, 0.0)
 """fp32: a gradient clipped by the norm of DESIGN 4.5 (fp64 sums) against torch's (fp32 sums of a vectorised kernel)."""
-
-SHARED_INPUT_16 = (2e-2, 1e-3)
-"""bf16 and autocast, SGD: as ASSOCIATIVITY, where a single rounding is 2^-8."""
 
 KERNELS = {torch.float32: 3e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 """Relative error (norm of the difference over norm of the truth) of a kernel beyond plain torch's own, by dtype. fp32:

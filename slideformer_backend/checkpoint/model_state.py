@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..engine import Engine
+from ..engine.hooks import NoHook
 from .optimizer_state import install_optimizer_hooks
 
 
@@ -42,3 +43,6 @@ class _OwnStorage:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _OwnStorage:
         return self
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return NoHook, ()

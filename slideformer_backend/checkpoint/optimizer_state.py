@@ -24,6 +24,7 @@ def install_optimizer_hooks(engine: Engine, binding: Binding) -> None:
     """
     hooks = _StateHooks(engine, binding) if binding.rule is not None else _OwnStateHooks(engine, binding)
     optimizer = binding.optimizer
+    engine.on_detach(hooks.leave)
     engine.add_hook(optimizer.register_state_dict_pre_hook(hooks.export))
     engine.add_hook(optimizer.register_state_dict_post_hook(hooks.forget))
     engine.add_hook(optimizer.register_load_state_dict_pre_hook(hooks.remember))
@@ -53,6 +54,21 @@ class _StateHooks:
         """After ``state_dict``: the copies leave with it."""
         for record, _ in self._binding.records():
             optimizer.state.pop(record.parameter, None)
+
+    def leave(self) -> None:
+        """At the end of management: plain torch goes on with the moments, in its own dtype (the parameter's)."""
+        engine = self._engine()
+        if engine is None or not self._binding.is_alive:
+            return
+        optimizer = self._binding.optimizer
+        for record, _ in self._binding.records():
+            if record.steps:
+                state = self._state_of(engine, record)
+                optimizer.state[record.parameter] = {
+                    name: value.to(record.spec.dtype) if name != "step" and value is not None else value
+                    for name, value in state.items()
+                    if name != MASTER
+                }
 
     def remember(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Before ``load_state_dict`` casts states to the parameter's dtype: keep the originals."""
@@ -95,6 +111,9 @@ class _StateHooks:
 
 class _OwnStateHooks(_StateHooks):
     """For an optimizer that runs as itself."""
+
+    def leave(self) -> None:
+        """Its states are its own already."""
 
     def export(self, optimizer: Optimizer) -> None:
         """Before ``state_dict``: show the masters beside the optimizer's own states."""

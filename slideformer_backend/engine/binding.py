@@ -13,6 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..errors import UnsupportedError
+from ..optim.numba_kernels import warm_up
 from ..optim.rules import rule_for
 from .unit import Entry, ParamRecord
 
@@ -109,6 +110,13 @@ class Binding:
             raise RuntimeError("an optimizer without a fused rule has no log entries")
         return Entry(rule, rule.states_used(group), rule.scalars(group, record.steps + 1), coefficient)
 
+    def warm_up(self, records: Sequence[ParamRecord], update: str) -> None:
+        """Compile the kernels that these parameters need under this policy, before the first step."""
+        for record in records:
+            if self.rule is not None and record.group is not None:
+                states = len(self.rule.states_used(record.group))
+                warm_up(self.rule, record.gradient_kind, record.weight_kind, update, states=states)
+
     def run_on(self, parameters: Sequence[torch.Tensor]) -> None:
         """The optimizer's own step on some of its parameters only."""
         wanted = {id(parameter) for parameter in parameters}
@@ -137,7 +145,7 @@ def _refuse_closure(optimizer: Optimizer) -> None:
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UnsupportedError(
-            f"{type(optimizer).__name__} evaluates the model inside its step, where SlideFormer shows it master weights.",
+            f"{type(optimizer).__name__} evaluates the model inside its step, where it would see master weights.",
             remedy="take an optimizer whose step needs no closure, such as AdamW",
         )
 

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..config import SlideFormerConfig
-from ..optim.numba_kernels import warm_up
 from ..optim.workers import WorkerPool, default_threads
 from ..storage import HostMemory
 from ..trace import Recorder
@@ -101,6 +100,7 @@ class Engine:
         self.is_detached = False
         self._bindings: list[Binding] = []
         self._bind_hooks: list[Callable[[Engine, Binding], None]] = []
+        self._detach_hooks: list[Callable[[], None]] = []
         self._records: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._hooks: list[Removable] = []
         self._forwards: list[UnitForward] = []
@@ -130,6 +130,10 @@ class Engine:
     def on_bind(self, hook: Callable[[Engine, Binding], None]) -> None:
         """Call ``hook`` for every optimizer bound from now on."""
         self._bind_hooks.append(hook)
+
+    def on_detach(self, hook: Callable[[], None]) -> None:
+        """Call ``hook`` when everything has settled and nothing has been undone yet."""
+        self._detach_hooks.append(hook)
 
     def add_hook(self, handle: Removable) -> None:
         """Remove ``handle`` when the engine is detached."""
@@ -180,7 +184,7 @@ class Engine:
 
     def binding_of(self, optimizer: Optimizer) -> Binding | None:
         """The binding of an optimizer."""
-        return next((binding for binding in self._bindings if binding.is_alive and binding.optimizer is optimizer), None)
+        return next((found for found in self._bindings if found.is_alive and found.optimizer is optimizer), None)
 
     def settle(self) -> None:
         """Wait for everything in flight and commit everything: host weights and states are final and idle."""
@@ -218,6 +222,8 @@ class Engine:
                 gradient = record.parameter.grad
                 if gradient is not None:
                     gradients[id(record)] = gradient.detach().to("cpu", copy=True)
+            for leave in self._detach_hooks:
+                leave()
             is_settled = True
         finally:
             self._undo(gradients if is_settled else {})
@@ -332,9 +338,7 @@ class Engine:
         for record in records:
             if record.steps:
                 load_states(record, {}, tuple({*record.unit.states, *record.device_states} - {MASTER, LOW}))
-            if binding.rule is not None and record.group is not None:
-                states = len(binding.rule.states_used(record.group))
-                warm_up(binding.rule, record.gradient_kind, record.weight_kind, self.config.update, states=states)
+        binding.warm_up(records, self.config.update)
 
     def _install(self) -> None:
         for unit in self.units:

@@ -67,3 +67,13 @@ class BeforeForward:
         copied = object.__new__(type(self))
         copied._engine, copied._held = self._engine, None
         return copied
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return NoHook, ()
+
+
+class NoHook:
+    """What a module hook of ours becomes in a pickled model, which is a plain one: it does nothing."""
+
+    def __call__(self, *arguments: object) -> None:
+        return

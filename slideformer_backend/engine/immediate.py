@@ -82,7 +82,7 @@ class Immediate(UpdatePolicy):
         records = [record for record in unit.exposed if record.spec.is_trainable]
         for record in unit.exposed:
             record.is_exposed = False
-        if not records or not unit.states:
+        if not records:
             return
         if unit.is_edge:
             self._absorb_resident(unit, records)

@@ -109,7 +109,7 @@ def load_states(record: ParamRecord, state: Mapping[str, Any], names: tuple[str,
 
 
 def join_master(record: ParamRecord) -> torch.Tensor:
-    """The fp32 master of a settled record as a tensor to step: the master itself, or the joined halves of a split one."""
+    """The fp32 master of a settled record as a tensor to step: itself, or the joined halves of a split one."""
     unit = record.unit
     if unit.updates_on_device:
         on_device = record.device_states.get(MASTER)

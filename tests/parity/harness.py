@@ -1,8 +1,8 @@
 """Runs one script twice, on plain PyTorch and on a managed model, and compares everything it looked at.
 
 A script is a function of a :class:`Run`. It builds nothing itself that differs between the two: ``run.model`` is the
-plain or the managed model, ``run.optimizer`` binds or does not, ``run.see`` notes a value. The two runs happen one after
-the other, never interleaved, so that neither hides the races of the other.
+plain or the managed model, ``run.optimizer`` binds or does not, ``run.see`` notes a value. One run happens after the
+other, never interleaved, so that neither hides the races of the other.
 """
 
 from __future__ import annotations
@@ -14,13 +14,21 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from slideformer_backend.api import attach
 from slideformer_backend.config import SlideFormerConfig
 from slideformer_backend.optim.norm import clip_coefficient
 from slideformer_backend.optim.rules import rule_for
+from slideformer_backend.plan import find_blocks
 
 POLICIES = ("exact", "immediate")
+PRECISIONS = {
+    "fp32": (torch.float32, None),
+    "bf16": (torch.bfloat16, None),
+    "autocast": (torch.float32, torch.bfloat16),
+}
+"""Dtype of the model, and of the autocast around its forward."""
 
 
 @dataclass
@@ -155,10 +163,29 @@ def clip_by_definition(params, max_norm, norm_type=2.0):
     return torch.tensor(norm, dtype=torch.float32)
 
 
-def run_plain(make, script, device, *, policy="exact", autocast=None, seed=0):
+def separate_inputs(model):
+    """Give every block inputs of its own, as a managed unit has: the block's gradient terms then add up first.
+
+    Where a block's input is used elsewhere too (an encoder's output), sums in another order differ by roundings.
+    """
+
+    def own(value):
+        return value.view_as(value) if isinstance(value, torch.Tensor) and value.requires_grad else value
+
+    def hook(module, args, kwargs):
+        return tree_map(own, args), tree_map(own, kwargs)
+
+    for block in find_blocks(model):
+        block.module.register_forward_pre_hook(hook, with_kwargs=True)
+    return model
+
+
+def run_plain(make, script, device, *, policy="exact", autocast=None, seed=0, separate=False):
     """What ``script`` sees on plain PyTorch."""
     torch.manual_seed(seed)
     model = make().to(device)
+    if separate:
+        separate_inputs(model)
     run = Run(model, device, autocast=autocast, policy=policy)
     torch.manual_seed(seed + 1)
     script(run)
@@ -182,16 +209,16 @@ def run_managed(make, script, device, *, policy="exact", autocast=None, seed=0, 
     return run
 
 
-def check(make, script, device, *, policy="exact", autocast=None, tolerance=None, seed=0, **config):
+def check(make, script, device, *, policy="exact", autocast=None, tolerance=None, seed=0, separate=False, **config):
     """Run ``script`` both ways and compare all that was seen; returns the two runs."""
-    plain = run_plain(make, script, device, policy=policy, autocast=autocast, seed=seed)
+    plain = run_plain(make, script, device, policy=policy, autocast=autocast, seed=seed, separate=separate)
     managed = run_managed(make, script, device, policy=policy, autocast=autocast, seed=seed, **config)
     assert_same(plain.seen, managed.seen, tolerance)
     return plain, managed
 
 
 def assert_same(expected, found, tolerance=None):
-    """Equal bit for bit (NaN equals NaN), or within ``tolerance`` = (relative, absolute)."""
+    """Equal bit for bit (NaN equals NaN), or within a tolerance of tests/tolerances.py."""
     assert [label for label, _ in found] == [label for label, _ in expected]
     wrong = []
     for number, ((label, left), (_, right)) in enumerate(zip(expected, found, strict=True)):

@@ -40,8 +40,12 @@ def one_step(run, optimizers, number, *, clip=None):
 @each_policy
 @each_dtype
 def test_groups(device, policy, dtype):
-    check(llama(dtype), lambda run: steps(run, run.optimizer(torch.optim.AdamW, decay_groups(run.model), **ADAMW)),
-          device, policy=policy)
+    check(
+        llama(dtype),
+        lambda run: steps(run, run.optimizer(torch.optim.AdamW, decay_groups(run.model), **ADAMW)),
+        device,
+        policy=policy,
+    )
 
 
 @each_policy
@@ -214,7 +218,9 @@ def test_hyper_parameters_changed_between_backward_and_step(device, dtype, chang
         for number in range(4):
             ids = batch(number, device=run.device)
             run.backward(language_loss(run.forward(ids), ids))
-            optimizer.param_groups[0][change] = {"lr": 1e-2 / (1 + number), "betas": (0.8, 0.9), "weight_decay": 0.3}[change]
+            optimizer.param_groups[0][change] = {"lr": 1e-2 / (1 + number), "betas": (0.8, 0.9), "weight_decay": 0.3}[
+                change
+            ]
             optimizer.step()
             optimizer.zero_grad()
             run.see_weights()

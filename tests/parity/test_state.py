@@ -8,10 +8,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from slideformer_backend.optim.lion import Lion
-from tests.parity.harness import POLICIES, assert_same, check, run_managed, run_plain
-from tests.parity.models import language_loss, batch, llama, steps
+from tests.parity.harness import POLICIES, PRECISIONS, assert_same, check, run_managed, run_plain
+from tests.parity.models import batch, language_loss, llama, steps
 
-PRECISIONS = {"fp32": (torch.float32, None), "bf16": (torch.bfloat16, None), "autocast": (torch.float32, torch.bfloat16)}
 RULES = {
     "adamw": (torch.optim.AdamW, {"lr": 1e-2, "fused": True}),
     "momentum": (torch.optim.SGD, {"lr": 1e-1, "momentum": 0.9, "fused": True}),

@@ -3,14 +3,9 @@
 import pytest
 import torch
 
-from tests.parity.harness import POLICIES, check
+from tests.parity.harness import POLICIES, PRECISIONS, check
 from tests.parity.models import batch, language_loss, llama
 
-PRECISIONS = {
-    "fp32": (torch.float32, None),
-    "bf16": (torch.bfloat16, None),
-    "autocast": (torch.float32, torch.bfloat16),
-}
 ADAMW = {"lr": 1e-2, "fused": True, "weight_decay": 0.1}
 
 
