@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
+from ..errors import UnsupportedError
 from ..optim.rules import rule_for
 from .unit import Entry, ParamRecord
 
@@ -36,7 +37,16 @@ class Binding:
         if hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # a scheduler made before us counts calls through this mark
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # torch's own mark
         optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]  # with an undo, by design
-        self.assign()
+        self.assign(takes_over=True)
+
+    def is_bound_to(self, optimizer: Optimizer) -> bool:
+        """Whether this is the binding of ``optimizer``; False once the bound optimizer is gone."""
+        return self._optimizer() is optimizer
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the bound optimizer still exists."""
+        return self._optimizer() is not None
 
     @property
     def optimizer(self) -> Optimizer:
@@ -46,12 +56,23 @@ class Binding:
             raise RuntimeError("the optimizer of this binding is gone")
         return optimizer
 
-    def assign(self) -> None:
-        """Tell each record its optimizer and live param group (groups may be added or replaced at any time)."""
+    def assign(self, *, takes_over: bool = False) -> None:
+        """Tell each record its optimizer and live param group (groups may be added or replaced at any time).
+
+        Raises:
+            UnsupportedError: a parameter belongs to an optimizer that was bound later, unless ``takes_over``.
+        """
         engine = self._engine()
         if engine is None:
             return
         for record, group in self.records():
+            other = record.binding
+            if other is not None and other is not self and other.is_alive and not takes_over:
+                raise UnsupportedError(
+                    f"{record.name} is stepped by two optimizers in turn; SlideFormer keeps one optimizer's states.",
+                    found=f"{type(self.optimizer).__name__}.step() after a later {type(other.optimizer).__name__}",
+                    remedy="use one optimizer per parameter",
+                )
             record.binding, record.group = self, group
 
     def records(self) -> Iterator[tuple[ParamRecord, dict[str, Any]]]:

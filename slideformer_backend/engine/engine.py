@@ -74,6 +74,7 @@ class Engine:
         self.is_detached = False
         self._bindings: list[Binding] = []
         self._bind_hooks: list[Callable[[Engine, Binding], None]] = []
+        self._detach_hooks: list[Callable[[], None]] = []
         self._records: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._hooks: list[RemovableHandle] = []
         self._forwards: list[UnitForward] = []
@@ -85,7 +86,7 @@ class Engine:
 
     def bind(self, optimizer: Optimizer) -> None:
         """Make ``optimizer.step`` ours. Idempotent; parameters of other models keep their own step."""
-        if any(binding.optimizer is optimizer for binding in self._bindings):
+        if self.binding_of(optimizer) is not None:
             return
         binding = Binding(self, optimizer)
         self._bindings.append(binding)
@@ -101,6 +102,10 @@ class Engine:
     def on_bind(self, hook: Callable[[Engine, Binding], None]) -> None:
         """Call ``hook`` for every optimizer bound from now on."""
         self._bind_hooks.append(hook)
+
+    def on_detach(self, hook: Callable[[], None]) -> None:
+        """Call ``hook`` when the engine is about to be detached and everything is settled."""
+        self._detach_hooks.append(hook)
 
     def add_hook(self, handle: RemovableHandle) -> None:
         """Remove ``handle`` when the engine is detached."""
@@ -143,11 +148,12 @@ class Engine:
 
     def step_was_skipped(self, optimizer: Optimizer) -> bool:
         """Whether the last ``step()`` of ``optimizer`` was dropped because of non-finite gradients."""
-        return any(binding.was_skipped for binding in self._bindings if binding.optimizer is optimizer)
+        binding = self.binding_of(optimizer)
+        return binding is not None and binding.was_skipped
 
     def binding_of(self, optimizer: Optimizer) -> Binding | None:
         """The binding of an optimizer."""
-        return next((binding for binding in self._bindings if binding.optimizer is optimizer), None)
+        return next((binding for binding in self._bindings if binding.is_bound_to(optimizer)), None)
 
     def settle(self) -> None:
         """Wait for everything in flight and commit everything: host weights and states are final and idle."""
@@ -173,6 +179,9 @@ class Engine:
     def detach(self) -> None:
         """Undo everything: plain CPU parameters with their gradients, original forwards, original optimizer step."""
         self.settle()
+        for hand_over in self._detach_hooks:
+            hand_over()
+        self._detach_hooks.clear()
         for hook in self._hooks:
             hook.remove()
         for forward in self._forwards:
