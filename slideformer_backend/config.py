@@ -172,10 +172,10 @@ class SlideFormerConfig:
         one_of("off", "auto", "bar", "lines"),
         "a live status: progress, loss, tokens/s, memory, who waits for whom; auto: a bar on a terminal, else lines",
     )
-    gpu_memory: int | Literal["auto"] = _key("auto", _or("auto", SIZE), "GPU memory to plan for", built=False)
+    gpu_memory: int | Literal["auto"] = _key("auto", _or("auto", SIZE), "GPU memory to plan for")
     host_memory: int | Literal["auto"] = _key("auto", _or("auto", SIZE), "host memory to plan for", built=False)
     recompute: Literal["auto", "always", "never"] = _key(
-        "auto", one_of("auto", "always", "never"), "whether backward recomputes a unit's activations", built=False
+        "auto", one_of("auto", "always", "never"), "whether backward recomputes a unit's activations"
     )
     activations: Literal["auto", "gpu", "host", "nvme"] = _key(
         "auto", one_of("auto", "gpu", "host", "nvme"), "where the inputs of units wait for backward", built=False

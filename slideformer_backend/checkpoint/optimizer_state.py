@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from ..engine import Engine
 from ..engine.binding import Binding
+from ..engine.states import moment_of
 from ..engine.unit import ParamRecord
 
 MASTER = "master"
@@ -124,8 +125,7 @@ class _StateHooks:
         if self._binding.rule is not None and self._binding.rule.name != "sgd":
             exported["step"] = torch.tensor(float(record.steps))
         for name in names:
-            flat = record.unit.states[name].view(torch.float32, record.place.state * 4, record.numel)
-            exported[name] = flat.view(record.spec.shape).clone()
+            exported[name] = moment_of(record, name).to("cpu", copy=True)
         master = engine.master_of(record)
         if master is not None:
             exported[MASTER] = master

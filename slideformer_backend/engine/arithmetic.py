@@ -22,6 +22,12 @@ BLOCK = 65536
 """Elements of one norm partial; slices begin at multiples of it, so no worker count changes a norm (DESIGN 4.5)."""
 
 
+SLICES_PER_WORKER = 4
+"""Slices of a unit per worker: more balance better at the end of a unit, fewer touch the GIL less."""
+SMALLEST_SLICE = 4
+"""Blocks below which a slice is not worth its call."""
+
+
 class Update(NamedTuple):
     """One parameter's update from a gradient in a buffer."""
 
@@ -118,7 +124,7 @@ class Arithmetic:
 
     def _slices(self, record: ParamRecord) -> Iterator[slice]:
         blocks = -(-record.unit.layout.state_elements // BLOCK)
-        size = max(1, -(-blocks // self._workers.threads)) * BLOCK
+        size = max(SMALLEST_SLICE, -(-blocks // (self._workers.threads * SLICES_PER_WORKER))) * BLOCK
         for start in range(0, record.numel, size):
             yield slice(start, min(start + size, record.numel))
 

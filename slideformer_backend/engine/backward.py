@@ -18,7 +18,7 @@ from ..transfer import Backend, copy
 from .edges import Edges
 from .policy import UpdatePolicy
 from .unit import ONE, ParamRecord, Unit, Where
-from .window import Window
+from .window import GradientSlot, Window
 
 
 class Visit:
@@ -204,6 +204,11 @@ class Backward:
             if record.spec.dtype == record.parameter.dtype:
                 record.parameter.grad = record.gradient_view(slot.flat)
 
+    def _measure_slot(self, unit: Unit, slot: GradientSlot) -> None:
+        # a device reads the slot at its own bandwidth; the host would spend a tenth of an update on it
+        pairs = [(record, record.gradient_view(slot.flat).reshape(-1)) for record in unit.with_gradient]
+        self.policy.norms.on_device(unit, pairs)
+
     def _send_gradient(self, unit: Unit) -> None:
         slot, unit.gradient_slot = unit.gradient_slot, None
         if slot is None:
@@ -213,6 +218,11 @@ class Backward:
             slot.drained = unit.gradient.sent if unit.gradient is not None else None
             self.window.give_gradient_slot(unit, slot)
             return
+        for record in unit.trainable:
+            if id(record) in arrived:
+                record.has_gradient, record.square_sum = True, None
+        if self.backend.device.type == "cuda":
+            self._measure_slot(unit, slot)
         buffer = self.policy.target_buffer(unit)
         size = unit.layout.gradient_bytes
         source, target = slot.flat[:size], buffer.slab.flat[:size]
@@ -230,11 +240,9 @@ class Backward:
             writes=(buffer.slab,),
         )
         self.window.give_gradient_slot(unit, slot)
-        for record in unit.trainable:
-            if id(record) in arrived:
-                record.has_gradient, record.square_sum = True, None
         self.policy.replace_gradient(unit, buffer)
-        self.policy.measure(unit)
+        if self.backend.device.type != "cuda":
+            self.policy.measure(unit)
         is_last = self._is_last and all(visit.is_done for visit in unit.visits)
         self.policy.arrive(unit, is_last=is_last)
 

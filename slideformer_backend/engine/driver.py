@@ -44,6 +44,8 @@ class UnitForward:
         if torch.is_grad_enabled():
             return self._with_graph(engine, module, args, kwargs)
         unit = self._unit
+        if unit.is_edge:
+            return self._original(module)(*args, **kwargs)
         engine.enter(unit, Where.FORWARD, is_wide=engine.is_wide(unit))
         try:
             with _unit_context(module):
@@ -69,8 +71,19 @@ class UnitForward:
         function = getattr(self._own, "__func__", None)
         return self._own if function is None else types.MethodType(function, module)
 
+    def _resident(self, engine: Engine, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A unit that lives on the device: no window; recomputed only where the placement says so."""
+        forward = self._original(module)
+        if not engine.recomputes(self._unit):
+            with _hf_checkpointing_off(module):
+                return forward(*args, **kwargs)
+        run = _Runner(forward, module, args, kwargs, autocast_cache=True)
+        return checkpoint(run, *args, use_reentrant=False, **kwargs)
+
     def _with_graph(self, engine: Engine, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         unit = self._unit
+        if unit.is_edge:
+            return self._resident(engine, module, args, kwargs)
         visit = Visit(unit, is_wide=engine.is_wide(unit))
         backward = engine.backward
         args, kwargs = _map_inputs(lambda: backward.close(visit), args, kwargs)
@@ -124,8 +137,15 @@ class _Runner:
     """
 
     def __init__(
-        self, forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        forward: Callable[..., Any],
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        autocast_cache: bool = False,
     ) -> None:
+        self._context = _hf_checkpointing_off if autocast_cache else _unit_context
         self._forward = forward
         self._module = module
         self._before = {id(value): _snapshot(value) for value in (*args, *kwargs.values()) if _is_cache(value)}
@@ -136,7 +156,7 @@ class _Runner:
             args = tuple(self._restored(value) for value in args)
             kwargs = {name: self._restored(value) for name, value in kwargs.items()}
         self._is_first = False
-        with _unit_context(self._module):
+        with self._context(self._module):
             return self._forward(*args, **kwargs)
 
     def _restored(self, value: Any) -> Any:
@@ -159,14 +179,20 @@ def _snapshot(cache: Any) -> Any:
 
 @contextlib.contextmanager
 def _unit_context(module: nn.Module) -> Iterator[None]:
-    """The unit is checkpointed already: Hugging Face's own switch is off inside. Autocast casts are not cached, since
-    the cache is keyed by parameters whose memory belongs to another unit a moment later (DESIGN 3.3)."""
+    """Around the forward of a sliding unit. Autocast casts are not cached, since the cache is keyed by parameters whose
+    memory belongs to another unit a moment later (DESIGN 3.3)."""
+    with _hf_checkpointing_off(module), _autocast_cache_off():
+        yield
+
+
+@contextlib.contextmanager
+def _hf_checkpointing_off(module: nn.Module) -> Iterator[None]:
+    """The engine decides about recompute: Hugging Face's own switch is off inside."""
     had = module.__dict__.get("gradient_checkpointing")
     if had:
         module.__dict__["gradient_checkpointing"] = False
     try:
-        with _autocast_cache_off():
-            yield
+        yield
     finally:
         if had:
             module.__dict__["gradient_checkpointing"] = had

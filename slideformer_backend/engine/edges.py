@@ -8,6 +8,8 @@ import torch
 
 from ..errors import UnsupportedError
 from ..transfer import Backend, copy
+from .device_kernels import scale
+from .device_units import DeviceUnits
 from .guard import plain
 from .policy import UpdatePolicy
 from .unit import ONE, ParamRecord, Unit
@@ -20,8 +22,11 @@ class Edges:
     backward adds to the gradient or user code gets hold of it.
     """
 
-    def __init__(self, backend: Backend, units: Sequence[Unit], policy: UpdatePolicy) -> None:
+    def __init__(
+        self, backend: Backend, units: Sequence[Unit], policy: UpdatePolicy, device_units: DeviceUnits
+    ) -> None:
         self.backend = backend
+        self.device_units = device_units
         self.units = list(units)
         self.policy = policy
         self._outdated: set[int] = set()
@@ -29,6 +34,8 @@ class Edges:
     def outdate(self, record: ParamRecord) -> None:
         """The device gradient of ``record`` is no longer what the host copy holds."""
         self._outdated.add(id(record))
+        if record.unit.updates_on_device:
+            record.square_sum = None
 
     def accumulated(self, record: ParamRecord) -> None:
         """Post-accumulate hook of an edge parameter."""
@@ -43,10 +50,16 @@ class Edges:
         """Start copying new gradients to the host when a ``step()`` should follow."""
         if is_last:
             for unit in self.units:
-                self.copy_gradient(unit, is_last=True)
+                if unit.updates_on_device:
+                    self.device_units.measure(unit)
+                else:
+                    self.copy_gradient(unit, is_last=True)
 
     def copy_gradient(self, unit: Unit, *, is_last: bool) -> None:
-        """Bring the host copy of the unit's gradient up to date (nothing if it is)."""
+        """Bring the host copy of the unit's gradient up to date (nothing if it is, or if there is none to be)."""
+        if unit.updates_on_device:
+            self.device_units.observe(unit)
+            return
         records = [record for record in unit.trainable if device_gradient(record) is not None]
         if not any(id(record) in self._outdated for record in records):
             return
@@ -93,9 +106,11 @@ class Edges:
         ours runs. The host copies stay as they are; their log entries carry the coefficient."""
         for record in records:
             gradient = device_gradient(record)
-            if record.coefficient != ONE and gradient is not None:
+            if record.unit.updates_on_device:
+                self.device_units.clip(record)
+            elif record.coefficient != ONE and gradient is not None:
                 with torch.no_grad():
-                    plain(gradient).mul_(torch.tensor(record.coefficient, device=gradient.device))
+                    scale(plain(gradient), record.coefficient)
 
     def apply_coefficient(self, record: ParamRecord) -> None:
         """Let the next host copy be that of the clipped device gradient."""

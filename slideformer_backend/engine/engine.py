@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -22,12 +23,15 @@ from .arithmetic import Arithmetic
 from .backward import Backward, Visit
 from .binding import Binding
 from .build import build_units
+from .device_units import DeviceUnits
 from .driver import UnitForward
 from .edges import Edges
 from .guard import guard, unguard
 from .immediate import Immediate
+from .norms import Norms
 from .redo_log import RedoLog
-from .report import EngineReport, make_report
+from .report import EngineReport, allocated_bytes, make_report
+from .residency import Residency
 from .schedule import Phase, Schedule
 from .states import allocate_states, load_states, master_of
 from .stepper import Stepper
@@ -64,8 +68,14 @@ class Engine:
         depth = 2 if config.prefetch == "auto" else config.prefetch
         self.window = Window(self.backend, self.units, depth)
         policy = Immediate if config.update == "immediate" else RedoLog
-        self.policy = policy(self.backend, self.window, self.memory, Arithmetic(self.workers))
-        self.edges = Edges(self.backend, [unit for unit in self.units if unit.is_edge], self.policy)
+        arithmetic = Arithmetic(self.workers)
+        norms = Norms(self.backend, self.memory, arithmetic)
+        self.policy = policy(self.backend, self.window, self.memory, arithmetic, norms)
+        device_units = DeviceUnits(norms)
+        edges = [unit for unit in self.units if unit.is_edge]
+        self.edges = Edges(self.backend, edges, self.policy, device_units)
+        self.residency = Residency(config, self.backend, self.window, self.policy, self.memory)
+        self.residency.start_edges(edges)
         self.backward = Backward(
             self.backend, self.window, self.policy, self.edges, self._fetch_for_backward, self._expects_step
         )
@@ -91,7 +101,10 @@ class Engine:
         binding = Binding(self, optimizer)
         self._bindings.append(binding)
         for unit in {record.unit for record, _ in binding.records()}:
-            allocate_states(unit, binding.rule, self.memory, in_place=isinstance(self.policy, Immediate))
+            if unit.updates_on_device:
+                DeviceUnits.allocate(unit, binding.rule)
+            else:
+                allocate_states(unit, binding.rule, self.memory, in_place=isinstance(self.policy, Immediate))
         if binding.rule is not None:
             for record, group in binding.records():
                 states = len(binding.rule.states_used(group))
@@ -144,6 +157,7 @@ class Engine:
         self.backward.finish_outside()
         self.stepper.step(binding)
         self._usual_count, self.backward.count = max(1, self.backward.count), 0
+        self.residency.after_step()
         self._fetch_first()
 
     def step_was_skipped(self, optimizer: Optimizer) -> bool:
@@ -159,6 +173,8 @@ class Engine:
         """Wait for everything in flight and commit everything: host weights and states are final and idle."""
         self.backward.finish_outside()
         for unit in self.units:
+            if unit.updates_on_device:
+                self.edges.device_units.absorb(unit)
             self.policy.settle(unit)
             self.backend.synchronize("host waits for weights refreshed", unit.refreshed)
 
@@ -228,7 +244,9 @@ class Engine:
         """Around the recompute of a visit. In a backward the window stays open until the visit is closed."""
         if self.backward.is_inside():
             self.backward.open(visit)
+            before = allocated_bytes(self.device)
             yield
+            self.residency.observe_recompute(visit.unit, allocated_bytes(self.device) - before)
             return
         self.enter(visit.unit, Where.FORWARD, is_wide=visit.is_wide)
         try:
@@ -242,6 +260,32 @@ class Engine:
             return False
         return any(record.shows_master for record in unit.records)
 
+    def begin_forward(self) -> None:
+        """A forward of the whole model with gradients begins: the time to move units, if they should move."""
+        self.backward.finish_outside()
+        if not self.residency.is_due():
+            return
+        if not all(self.residency.can_move(unit) for unit in self.sliding):
+            return  # gradients are being accumulated: after the next step
+        chosen = set(self.residency.decide(self.sliding).resident)
+        for unit in [unit for unit in self.sliding if unit.index in chosen]:
+            self.move_to_device(unit)
+
+    def move_to_device(self, unit: Unit) -> None:
+        """Make a sliding unit resident: weights, states, updates on the device. Training goes on bit for bit."""
+        self.settle()
+        self.residency.move_to_device(unit)
+        self.sliding.remove(unit)
+        self.edges.units.append(unit)
+        for record in unit.records:
+            guard(record.parameter, EdgeAccess(self, record))
+        self.schedule = Schedule(self.sliding)
+
+    def recomputes(self, unit: Unit) -> bool:
+        """Whether a resident unit recomputes its activations in backward."""
+        placement = self.residency.placement
+        return placement is None or unit.index not in placement.kept_activations
+
     # -- internals -------------------------------------------------------------------------------------------------
 
     def _install(self) -> None:
@@ -250,18 +294,14 @@ class Engine:
                 parameter = record.parameter
                 self._records[parameter] = record
                 if record.spec.is_trainable:
-                    accumulated = self.edges.accumulated if unit.is_edge else self.backward.accumulated
-                    self._hooks.append(
-                        parameter.register_post_accumulate_grad_hook(
-                            _Accumulated(self.backward.begin, accumulated, record)
-                        )
-                    )
+                    hook = _Accumulated(self.backward, self.edges, record)
+                    self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
                 access = EdgeAccess(self, record) if unit.is_edge else ParameterAccess(self, record)
                 guard(parameter, access)
                 parameter.__class__ = record.guarded_class
             if unit.module is not None:
                 self._forwards.append(UnitForward(self, unit, unit.module))
-        self._hooks.append(self.model.register_forward_pre_hook(_own_checkpointing_off))
+        self._hooks.append(self.model.register_forward_pre_hook(_BeforeForward(self)))
 
     def _fetch(self, unit: Unit) -> None:
         if unit.leases:
@@ -274,7 +314,7 @@ class Engine:
 
     def _fetch_ahead(self, phase: Phase, unit: Unit) -> None:
         for ahead in self.schedule.ahead(phase, unit, self.window.depth):
-            if ahead.weights_are is Weights.CURRENT and not ahead.leases:
+            if ahead.weights_are is Weights.CURRENT and not ahead.leases and not ahead.is_edge:
                 self._fetch(ahead)
 
     def _fetch_for_backward(self, unit: Unit) -> None:
@@ -284,7 +324,7 @@ class Engine:
 
     def _fetch_first(self) -> None:
         unit = self.schedule.first
-        if unit is None or unit.weights_are is not Weights.CURRENT:
+        if unit is None or unit.is_edge or unit.weights_are is not Weights.CURRENT:
             return
         self._fetch(unit)
         self._fetch_ahead(Phase.FORWARD, unit)
@@ -311,22 +351,34 @@ class Engine:
 class _Accumulated:
     """Post-accumulate hook of one parameter."""
 
-    def __init__(
-        self, begin: Callable[[], None], accumulated: Callable[[ParamRecord], None], record: ParamRecord
-    ) -> None:
-        self._begin = begin
-        self._accumulated = accumulated
+    def __init__(self, backward: Backward, edges: Edges, record: ParamRecord) -> None:
+        self._backward = backward
+        self._edges = edges
         self._record = record
 
     def __call__(self, parameter: torch.Tensor) -> None:
-        self._begin()
-        self._accumulated(self._record)
+        self._backward.begin()
+        if self._record.unit.is_edge:
+            self._edges.accumulated(self._record)
+        else:
+            self._backward.accumulated(self._record)
 
 
-def _own_checkpointing_off(model: nn.Module, args: object) -> None:
-    """Units are recomputed by the engine; Hugging Face's own checkpointing around them would recompute twice."""
-    for module in model.modules():
-        if module.__dict__.get("gradient_checkpointing") and isinstance(
-            getattr(module.forward, "__func__", None), UnitForward
-        ):
-            module.__dict__["gradient_checkpointing"] = False
+class _BeforeForward:
+    """Forward pre-hook of the model."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = weakref.ref(engine)
+
+    def __call__(self, model: nn.Module, args: object) -> None:
+        for module in model.modules():  # units are recomputed by the engine; Hugging Face would recompute them again
+            if module.__dict__.get("gradient_checkpointing") and isinstance(
+                getattr(module.forward, "__func__", None), UnitForward
+            ):
+                module.__dict__["gradient_checkpointing"] = False
+        engine = self._engine()
+        if engine is not None and model is engine.model and torch.is_grad_enabled():
+            engine.begin_forward()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _BeforeForward:
+        return self

@@ -179,7 +179,7 @@ def _shares_memory(result: Any, tensor: torch.Tensor) -> bool:
         return any(
             found is not tensor
             and found.layout is torch.strided
-            and not found.requires_grad
+            and found.grad_fn is None
             and found.device == tensor.device
             and found.untyped_storage().data_ptr() == address
             for found in _tensors(result)

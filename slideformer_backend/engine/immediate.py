@@ -98,7 +98,7 @@ class Immediate(UpdatePolicy):
         )
 
     def adopt(self, unit: Unit) -> None:
-        records = [record for record in unit.trainable if record.weight_kind != "fp32" or record.shows_master]
+        records = unit.trainable
         unit.content += 1
         unit.steps += 1
         if records and "master" in unit.states:

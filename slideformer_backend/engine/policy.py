@@ -15,6 +15,7 @@ from ..storage import HostMemory, Tracked
 from ..transfer import Backend, GradientBuffer, GradientPool, Ticket, copy
 from .arithmetic import Arithmetic
 from .guard import plain
+from .norms import Norms
 from .unit import ONE, Entry, ParamRecord, Unit, Weights
 from .window import Window
 
@@ -27,15 +28,19 @@ class UpdatePolicy(abc.ABC):
         window: tells the size class of a unit's gradient.
         memory: host allocator.
         arithmetic: the kernels.
+        norms: measures gradients.
     """
 
     SPARE_BUFFERS = 2
 
-    def __init__(self, backend: Backend, window: Window, memory: HostMemory, arithmetic: Arithmetic) -> None:
+    def __init__(
+        self, backend: Backend, window: Window, memory: HostMemory, arithmetic: Arithmetic, norms: Norms
+    ) -> None:
         self.backend = backend
         self.window = window
         self.memory = memory
         self.arithmetic = arithmetic
+        self.norms = norms
         self.repairs = 0
         """Speculative weights that had to be computed again, in units."""
         self._pools: dict[int, GradientPool] = {}
@@ -102,6 +107,10 @@ class UpdatePolicy(abc.ABC):
         )
         self._pool(unit).give(buffer, ticket)
 
+    def release_pool(self, unit: Unit) -> None:
+        """A unit left for the device: one buffer fewer is needed on the host."""
+        self._pool(unit).shrink(keep=self.SPARE_BUFFERS)
+
     def forget(self, record: ParamRecord) -> None:
         """``grad = None``: the visible gradient of one parameter goes; a logged step keeps its own reference."""
         if not record.has_gradient:
@@ -124,19 +133,8 @@ class UpdatePolicy(abc.ABC):
         buffer = unit.gradient
         is_aliased = buffer is not None and buffer.is_aliased
         records = [record for record in unit.with_gradient if record.square_sum is None or is_aliased]
-        if not records or buffer is None:
-            return
-
-        def run() -> None:
-            for record, total in zip(records, self.arithmetic.square_sums(records, buffer.slab), strict=True):
-                record.square_sum = total
-
-        unit.measured = self.backend.norms.submit(
-            f"norm of {unit.name}",
-            run,
-            after={"norm after gradient filled": buffer.filled, "norm after gradient scaled": unit.updated},
-            reads=(buffer.slab,),
-        )
+        if records and buffer is not None:
+            self.norms.on_host(unit, records, buffer)
 
     def apply_coefficients(self, unit: Unit) -> None:
         """Turn recorded clips of ``unit`` into clipped gradients, as torch's in-place clip leaves them."""
@@ -236,6 +234,8 @@ class UpdatePolicy(abc.ABC):
 
     def settle(self, unit: Unit) -> None:
         """Host weights, masters and moments of ``unit`` are final and idle when this returns."""
+        if unit.updates_on_device:
+            return
         self.absorb(unit)
         self.commit(unit)
         if unit.weights_are is not Weights.CURRENT:

@@ -45,6 +45,11 @@ class EngineReport:
         return self.host_bytes / max(1, self.parameters)
 
 
+def allocated_bytes(device: torch.device) -> int:
+    """Bytes that torch's allocator holds on a CUDA device now; 0 on a CPU-only machine."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
 def make_report(engine: Engine) -> EngineReport:
     """The report of ``engine`` as of now."""
     is_cuda = engine.device.type == "cuda"

@@ -10,8 +10,10 @@ import torch
 
 from ..optim import numba_kernels as kernels
 from ..optim.rules import Rule
+from ..optim.twins import reconcile
 from ..storage import HostMemory
 from .arithmetic import low_array
+from .guard import plain
 from .unit import ParamRecord, Unit, Weights
 
 MASTER = "master"
@@ -49,6 +51,9 @@ def master_of(record: ParamRecord) -> torch.Tensor | None:
     """A copy of the fp32 master of a settled parameter; None where the shown parameter itself is the master."""
     if record.spec.dtype == torch.float32 or not record.spec.is_trainable:
         return None
+    if record.unit.updates_on_device:
+        on_device = record.device_states.get(MASTER)
+        return None if on_device is None else on_device.to("cpu", copy=True).view(record.spec.shape)
     out = np.empty(record.numel, np.float32)
     if LOW in record.unit.states:
         kernels.join(record.weight_array(), low_array(record), out)
@@ -57,6 +62,14 @@ def master_of(record: ParamRecord) -> torch.Tensor | None:
     else:
         return None
     return torch.from_numpy(out).view(record.spec.shape)
+
+
+def moment_of(record: ParamRecord, name: str) -> torch.Tensor:
+    """A moment of a settled parameter, in its shape; the memory is the engine's own."""
+    if record.unit.updates_on_device:
+        return record.device_states[name].view(record.spec.shape)
+    flat = record.unit.states[name].view(torch.float32, record.place.state * 4, record.numel)
+    return flat.view(record.spec.shape)
 
 
 def load_states(record: ParamRecord, state: Mapping[str, Any], names: tuple[str, ...]) -> None:
@@ -69,13 +82,19 @@ def load_states(record: ParamRecord, state: Mapping[str, Any], names: tuple[str,
     record.steps = int(state["step"]) if "step" in state else int(any(state.get(name) is not None for name in names))
     for name in names:
         value = state.get(name)
-        target = unit.states[name].view(torch.float32, record.place.state * 4, record.numel)
+        target = moment_of(record, name)
         if value is None:
             target.zero_()
         else:
-            target.copy_(value.detach().reshape(-1))
+            target.copy_(value.detach().view(record.spec.shape))
     master = state.get(MASTER)
     if master is None:
+        return
+    if unit.updates_on_device:
+        on_device = record.device_states.get(MASTER)
+        if on_device is not None:
+            on_device.copy_(master.detach().reshape(-1))
+            reconcile(on_device, plain(record.parameter).reshape(-1), record.weight_kind)
         return
     flat = np.ascontiguousarray(master.detach().to("cpu", torch.float32).reshape(-1).numpy())
     if LOW in unit.states:

@@ -80,13 +80,18 @@ class Stepper:
         if binding.rule is None:
             self._step_whole(binding, present, foreign)
         else:
-            self._policy.step(present, [binding.entry(record, record.coefficient) for record in present])
+            on_device = [record for record in present if record.unit.updates_on_device]
+            on_host = [record for record in present if not record.unit.updates_on_device]
+            for unit in {record.unit for record in on_device}:
+                self._edges.device_units.absorb(unit)
+            self._edges.device_units.step(on_device, [binding.entry(record, ONE) for record in on_device])
+            self._policy.step(on_host, [binding.entry(record, record.coefficient) for record in on_host])
             if foreign:
                 binding.run_on(foreign)
         if isinstance(self._policy, RedoLog):
             self._policy.is_clipping = any(record.coefficient != ONE for record in present)
-        for unit in {record.unit for record in present if record.unit.is_edge}:
-            if isinstance(self._policy, Immediate):
+        for unit in {record.unit for record in present if record.unit.is_edge and not record.unit.updates_on_device}:
+            if unit.gradient is None:
                 self._edges.consumed(unit)
             else:
                 self._edges.send_weights(unit, [record for record in present if record.unit is unit])
@@ -94,6 +99,9 @@ class Stepper:
     def measure(self, units: Iterable[Unit]) -> None:
         """The sums of squares of these units' gradients are known when this returns."""
         for unit in units:
+            if unit.updates_on_device:
+                self._edges.device_units.measure(unit)
+                continue
             if unit.is_edge:
                 self._edges.copy_gradient(unit, is_last=False)
             self._policy.measure(unit)
@@ -142,7 +150,10 @@ class Stepper:
         with as_masters(records):
             binding.run_on([*foreign, *(record.parameter for record in records)])
         for unit in units:
-            self._policy.adopt(unit)
+            if unit.updates_on_device:
+                self._edges.device_units.adopt(unit)
+            else:
+                self._policy.adopt(unit)
 
     def _confirm(self, policy: Immediate, records: Sequence[ParamRecord]) -> None:
         applied = [record for record in records if id(record) in policy.applied]
@@ -166,9 +177,7 @@ class Stepper:
                 remedy="set update: exact (as fast while clipping is rarely active), or switch clipping off"
                 " (max_grad_norm: 0)",
             )
-        for unit in {record.unit for record in records}:
-            policy.measure(unit)
-            self._backend.synchronize("host waits for norm", unit.measured)
+        self.measure({record.unit for record in records})
         return as_tensor(total_norm(records), self._backend.device)
 
 

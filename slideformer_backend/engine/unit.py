@@ -87,6 +87,8 @@ class ParamRecord:
     entry: Entry | None = None
     predicted: Entry | None = None
     is_exposed: bool = False
+    device_states: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Master and moments of a parameter whose unit updates on the device, flat fp32."""
 
     @property
     def numel(self) -> int:
@@ -148,6 +150,8 @@ class Unit:
     where: Where
     records: list[ParamRecord] = field(default_factory=list)
     states: dict[str, Slab] = field(default_factory=dict)
+    updates_on_device: bool = False
+    """States and updates are on the device too (``DeviceUnits``); the host keeps nothing of the unit."""
     weights_are: Weights = Weights.CURRENT
     gradient: GradientBuffer | None = None
     logged: GradientBuffer | None = None

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from .edges import device_gradient
+from .guard import plain
 from .unit import ParamRecord
 
 
@@ -22,13 +23,12 @@ def as_masters(records: Sequence[ParamRecord]) -> Iterator[None]:
     try:
         for record in records:
             parameter = record.parameter
-            buffer = record.unit.gradient
-            if buffer is None:
+            gradient = _gradient(record)
+            if gradient is None:
                 continue
             with torch._C.DisableTorchFunctionSubclass():
                 kept.append((record, parameter.data, device_gradient(record)))
                 parameter.grad = None
-            gradient = record.gradient_view(buffer.slab.flat)
             parameter.__class__ = record.own_class
             parameter.data = _master(record)
             parameter.grad = gradient.float()
@@ -42,8 +42,19 @@ def as_masters(records: Sequence[ParamRecord]) -> Iterator[None]:
             parameter.__class__ = record.guarded_class
 
 
+def _gradient(record: ParamRecord) -> torch.Tensor | None:
+    if record.unit.updates_on_device:
+        gradient = device_gradient(record)
+        return None if gradient is None else plain(gradient)
+    buffer = record.unit.gradient
+    return None if buffer is None else record.gradient_view(buffer.slab.flat)
+
+
 def _master(record: ParamRecord) -> torch.Tensor:
     unit = record.unit
+    if unit.updates_on_device:
+        master = record.device_states.get("master")
+        return plain(record.parameter) if master is None else master.view(record.spec.shape)
     if "master" not in unit.states:
         return record.weight_view(unit.weights.flat)
     flat = unit.states["master"].view(torch.float32, record.place.state * 4, record.numel)

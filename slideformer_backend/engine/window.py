@@ -151,6 +151,11 @@ class Window:
             self._evict(slot)
         slot.released = self.backend.mark(f"compute of {unit.name}")
 
+    def forget(self, unit: Unit) -> None:
+        """The unit leaves the window for good: its slot is free for others."""
+        if unit.weight_slot is not None:
+            self._evict(unit.weight_slot)
+
     def take_gradient_slot(self, unit: Unit) -> GradientSlot:
         """A gradient slot for ``unit``; compute issued from now on may write it."""
         free = self._gradient_slots[self.gradient_class(unit)]

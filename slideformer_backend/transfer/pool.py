@@ -73,6 +73,13 @@ class GradientPool:
         buffer.handles.clear()
         self._free.append(buffer)
 
+    def shrink(self, *, keep: int) -> None:
+        """Free returned buffers beyond ``keep``."""
+        while len(self._free) > keep:
+            buffer = self._free.popleft()
+            if buffer.drained is not None:
+                buffer.drained.synchronize()
+
     @staticmethod
     def _is_ready(buffer: GradientBuffer) -> bool:
         return buffer.drained is None or buffer.drained.is_complete

@@ -1,0 +1,97 @@
+"""Units that live on the device altogether: weights, masters, moments and updates (DESIGN 6, residency).
+
+Everything happens on the compute stream, in program order: no transfer, no prediction, no log. The update waits for
+``step()``, when the clip is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..optim.rules import Rule
+from ..optim.twins import reconcile, round_into
+from .device_kernels import scale, update
+from .guard import plain
+from .norms import Norms
+from .unit import KINDS, ONE, Entry, ParamRecord, Unit
+
+
+class DeviceUnits:
+    """Steps units whose states are on the device. ``record.device_states`` holds them, flat fp32 each."""
+
+    def __init__(self, norms: Norms) -> None:
+        self._norms = norms
+
+    @staticmethod
+    def allocate(unit: Unit, rule: Rule | None) -> None:
+        """Masters (unless the parameter is fp32, its own master) and moments of ``unit``."""
+        for record in unit.trainable:
+            parameter = plain(record.parameter).reshape(-1)
+            states = record.device_states
+            if parameter.dtype != torch.float32 and "master" not in states:
+                states["master"] = parameter.float()
+            for name in rule.state_names if rule is not None else ():
+                if name not in states:
+                    states[name] = torch.zeros_like(parameter, dtype=torch.float32)
+
+    def observe(self, unit: Unit) -> None:
+        """Note which parameters have a gradient now."""
+        for record in unit.trainable:
+            record.has_gradient = _gradient(record) is not None
+
+    def measure(self, unit: Unit) -> None:
+        """Start the norms of gradients that have not been measured since they changed."""
+        self.observe(unit)
+        pairs = [
+            (record, plain(gradient).reshape(-1))
+            for record in unit.trainable
+            if record.square_sum is None and (gradient := _gradient(record)) is not None
+        ]
+        if pairs:
+            self._norms.on_device(unit, pairs)
+
+    def clip(self, record: ParamRecord) -> None:
+        """Apply a clip at once: the gradient is here."""
+        gradient = _gradient(record)
+        if record.coefficient != ONE and gradient is not None:
+            with torch.no_grad():
+                scale(plain(gradient), record.coefficient)
+            record.coefficient = ONE
+            record.square_sum = None
+
+    def absorb(self, unit: Unit) -> None:
+        """Take over what user code wrote into parameters: where the weight is not the rounded master, it counts."""
+        for record in unit.exposed:
+            record.is_exposed = False
+            master = record.device_states.get("master")
+            if master is not None:
+                reconcile(master, plain(record.parameter).reshape(-1), KINDS[record.spec.working])
+
+    @staticmethod
+    def adopt(unit: Unit) -> None:
+        """Masters were stepped by an optimizer that ran as itself: weights follow them."""
+        for record in unit.trainable:
+            master = record.device_states.get("master")
+            if master is not None:
+                round_into(master, plain(record.parameter).view(-1), KINDS[record.spec.dtype])
+
+    def step(self, records: Sequence[ParamRecord], entries: Sequence[Entry]) -> None:
+        """Update on the current stream."""
+        with torch.no_grad():
+            for record, entry in zip(records, entries, strict=True):
+                gradient = _gradient(record)
+                if gradient is None:
+                    continue
+                weights = plain(record.parameter).view(-1)
+                master = record.device_states.get("master", weights)
+                states = tuple(record.device_states[name] for name in entry.states)
+                update(entry, master, states, plain(gradient).reshape(-1), weights)
+                torch.autograd.graph.increment_version(weights)  # a graph from before the step is stale
+                record.steps += 1
+
+
+def _gradient(record: ParamRecord) -> torch.Tensor | None:
+    with torch._C.DisableTorchFunctionSubclass():
+        return record.parameter.grad

@@ -1,0 +1,143 @@
+"""Residency: after the first steps, spare device memory takes in whole units (DESIGN 6)."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from ..config import SlideFormerConfig
+from ..plan.placement import Placement, UnitCost, place
+from ..storage import HostMemory
+from ..transfer import Backend
+from .policy import UpdatePolicy
+from .states import master_of
+from .unit import KINDS, ParamRecord, Unit, Where
+from .window import Window
+
+logger = logging.getLogger(__name__)
+
+MARGIN = 1 << 29
+"""Device bytes left free, beside 2 % of the budget, for what varies between steps."""
+OBSERVED_STEPS = 2
+"""Steps measured before units move."""
+
+
+class Residency:
+    """Moves units to the device.
+
+    Args:
+        config: ``gpu_memory`` caps what the device may hold, ``recompute`` whether recompute may be skipped.
+        backend: lanes and device.
+        window: whose slots a moved unit leaves.
+        policy: settles a unit before it moves.
+        memory: host allocator.
+    """
+
+    def __init__(
+        self, config: SlideFormerConfig, backend: Backend, window: Window, policy: UpdatePolicy, memory: HostMemory
+    ) -> None:
+        self.placement: Placement | None = None
+        self._config = config
+        self._backend = backend
+        self._window = window
+        self._policy = policy
+        self._memory = memory
+        self._steps = 0
+        self._peak = 0
+        self._activations: dict[int, int] = {}
+
+    @property
+    def budget(self) -> int:
+        """Device bytes the plan may use; 0 where nothing is measured (a CPU-only machine without ``gpu_memory``)."""
+        if self._backend.device.type != "cuda":
+            return 0
+        free, total = torch.cuda.mem_get_info(self._backend.device)
+        usable = free + torch.cuda.memory_reserved(self._backend.device)
+        cap = self._config.gpu_memory
+        return min(usable, total) if cap == "auto" else min(usable, cap)
+
+    def start_edges(self, units: list[Unit]) -> None:
+        """Before states are allocated: edge units update on the device when a quarter of the budget holds them all.
+
+        Their gradients arrive last and their weights are needed first, so their update is exposed in every step.
+        """
+        if 0 < sum(_resident_bytes(unit) for unit in units) <= self.budget // 4:
+            for unit in units:
+                unit.updates_on_device = True
+                unit.weights = self._memory.allocate(f"weights of {unit.name}", 0, dma=False)
+
+    def observe_recompute(self, unit: Unit, nbytes: int) -> None:
+        """A recompute of ``unit`` left ``nbytes`` of saved activations on the device."""
+        self._activations[unit.index] = max(nbytes, self._activations.get(unit.index, 0))
+
+    def after_step(self) -> None:
+        """Count a step and note the peak so far."""
+        self._steps += 1
+        if self._backend.device.type == "cuda":
+            self._peak = max(self._peak, torch.cuda.max_memory_allocated(self._backend.device))
+
+    def is_due(self) -> bool:
+        """Whether units should be moved before the next forward."""
+        return self.placement is None and self._steps >= OBSERVED_STEPS and self.budget > 0
+
+    def decide(self, sliding: list[Unit]) -> Placement:
+        """Choose what moves, from what the first steps have shown."""
+        budget = self.budget
+        costs = [UnitCost(u.index, _resident_bytes(u), self._activations.get(u.index, 0)) for u in sliding]
+        spare = budget - self._peak - MARGIN - budget // 50
+        self.placement = place(costs, spare, recompute=self._config.recompute)
+        logger.info("SlideFormer: %s", self.placement.reason)
+        return self.placement
+
+    def can_move(self, unit: Unit) -> bool:
+        """Whether nothing of the unit is in use or in flight that a move would lose."""
+        self._policy.settle(unit)
+        return not unit.leases and unit.gradient is None and all(visit.is_done for visit in unit.visits)
+
+    def move_to_device(self, unit: Unit) -> None:
+        """Weights, masters and moments of a settled unit go to the device; its host memory is given back."""
+        device = self._backend.device
+        self._window.forget(unit)
+        for record in unit.records:
+            parameter = record.parameter
+            states = _states_of(record, unit)
+            parameter.__class__ = record.own_class
+            parameter.data = record.host.to(device, copy=True)
+            parameter.__class__ = record.guarded_class
+            record.host = parameter.data
+            record.spec = record.spec._replace(working=record.spec.dtype)
+            record.device_states = {name: state.to(device) for name, state in states.items()}
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # the host memory is unregistered next
+        unit.where = Where.RESIDENT
+        unit.updates_on_device = True
+        unit.updated = unit.sent = unit.measured = None
+        unit.states.clear()
+        unit.weights = self._memory.allocate(f"weights of {unit.name}", 0, dma=False)
+        self._policy.release_pool(unit)
+
+
+def _states_of(record: ParamRecord, unit: Unit) -> dict[str, torch.Tensor]:
+    """Host masters and moments, flat fp32; the master only where the parameter is not its own."""
+    if not record.spec.is_trainable:
+        return {}
+    offset, count = record.place.state, record.numel
+    states = {name: slab.view(torch.float32, offset * 4, count) for name, slab in unit.states.items() if name != "low"}
+    if "low" in unit.states:
+        master = master_of(record)
+        if master is not None:
+            states["master"] = master.view(-1)
+    if record.spec.dtype == torch.float32:
+        states.pop("master", None)
+    return states
+
+
+def _resident_bytes(unit: Unit) -> int:
+    """Weights, gradient, master and two moments of a unit on the device."""
+    total = 0
+    for record in unit.records:
+        size = record.spec.dtype.itemsize
+        extra = (size + (12 if record.spec.dtype in KINDS and size < 4 else 8)) if record.spec.is_trainable else 0
+        total += record.numel * (size + extra)
+    return total

@@ -1,0 +1,63 @@
+"""Placement: which units live on the device altogether, and which of those keep their activations (DESIGN 6)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+
+class UnitCost(NamedTuple):
+    """What moving one sliding unit to the device takes, in bytes.
+
+    ``resident``: weights, gradient, master and moments. ``activations``: what its forward saves when nothing is
+    recomputed, beyond its input; 0 when unknown.
+    """
+
+    unit: int
+    resident: int
+    activations: int
+
+
+class Placement(NamedTuple):
+    """The decision: units to move to the device, units of those that skip recompute, and why, in one paragraph."""
+
+    resident: tuple[int, ...]
+    kept_activations: tuple[int, ...]
+    reason: str
+
+
+def place(
+    units: Sequence[UnitCost], spare_bytes: int, *, recompute: Literal["auto", "always", "never"] = "auto"
+) -> Placement:
+    """Fill ``spare_bytes`` of device memory.
+
+    First units from the front: theirs are the updates exposed at the tail of a step, and each one moved takes its
+    transfers and its share of the host's update away. Only when all are on the device is recompute skipped, from the
+    last unit backwards, whose activations live shortest.
+    """
+    left = max(0, spare_bytes)
+    resident: list[int] = []
+    for cost in units:
+        if cost.resident > left:
+            break
+        left -= cost.resident
+        resident.append(cost.unit)
+    kept: list[int] = []
+    if len(resident) == len(units) and recompute != "always":
+        for cost in reversed(units):
+            if cost.activations == 0 or cost.activations > left:
+                break
+            left -= cost.activations
+            kept.append(cost.unit)
+    reason = (
+        f"{_gib(spare_bytes)} GiB of device memory were free beside the measured peak:"
+        f" {len(resident)} of {len(units)} units now live on the device with their states and updates"
+        f" ({_gib(sum(cost.resident for cost in units[: len(resident)]))} GiB)"
+    )
+    if kept:
+        reason += f", {len(kept)} of them keep their activations and skip recompute"
+    return Placement(tuple(resident), tuple(kept), f"{reason}; {_gib(left)} GiB stay free.")
+
+
+def _gib(nbytes: int) -> str:
+    return f"{max(0, nbytes) / 2**30:.1f}"
