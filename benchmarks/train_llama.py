@@ -54,10 +54,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--warmup", type=int, default=4, help="units move to the device after two")
     parser.add_argument("--mode", choices=("plain", "managed"), default="managed")
     parser.add_argument("--update", choices=("exact", "immediate"), default="exact")
     parser.add_argument("--max-norm", type=float, default=0.0, help="0: no clipping")
+    parser.add_argument("--gpu-memory", default="auto", help="cap of the plan, such as 24GiB")
+    parser.add_argument("--recompute", default="auto", choices=("auto", "always", "never"))
     parser.add_argument("--liger", action="store_true", help="use Liger's kernels in both modes")
     return parser.parse_args()
 
@@ -80,11 +82,16 @@ def main() -> None:
         from slideformer_backend.api import attach
         from slideformer_backend.config import SlideFormerConfig
 
-        engine = attach(model, SlideFormerConfig(update=args.update), device=device)
+        config = SlideFormerConfig(
+            update=args.update,
+            gpu_memory=args.gpu_memory,  # type: ignore[arg-type]  # the config parses sizes
+            recompute=args.recompute,
+        )
+        engine = attach(model, config, device=device)
         engine.bind(optimizer)
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    else:
+    elif args.recompute != "never":
         model.gradient_checkpointing_enable()
     data = batches(args.steps + args.warmup, args.sequences, args.length, model.config.vocab_size, device)
     losses, norms = [], []
@@ -121,6 +128,9 @@ def main() -> None:
         result["host_bytes_per_parameter"] = round(report.host_bytes_per_parameter, 2)
         result["slot_gib"] = round(report.slot_bytes / 2**30, 2)
         result["repairs"] = report.repairs
+        result["reserved_gib"] = round(torch.cuda.max_memory_reserved() / 2**30, 2) if device.type == "cuda" else 0.0
+        placement = engine.residency.placement
+        result["placement"] = placement.reason if placement is not None else ""
         result["waits"] = {name: round(value, 3) for name, value in report.waits.items() if value > 0.01}
         result["lanes"] = {name: round(value, 3) for name, value in report.busy.items()}
     print("RESULT " + json.dumps(result), flush=True)

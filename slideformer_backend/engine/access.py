@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import StateError
+from ..storage import Slab
 from ..transfer import GradientBuffer
 from .edges import device_gradient, set_device_gradient
 from .guard import guard, guarded_class, plain
@@ -38,7 +39,8 @@ class ParameterAccess:
         if writes:
             engine.backend.synchronize("host waits for weights sent", unit.sent)
             policy.remember(record)
-        engine.backend.touch_host(f"user's access to {record.name}", reads=(unit.weights,))
+        shown = (self._shown(),)
+        engine.backend.touch_host(f"user's access to {record.name}", reads=shown, writes=shown if writes else ())
 
     def after(self, aliased: bool) -> None:
         engine = self._alive()
@@ -46,6 +48,7 @@ class ParameterAccess:
         if self._record.shows_master:
             engine.policy.commit(unit)
         engine.backend.synchronize("host waits for weights sent", unit.sent)
+        engine.backend.touch_host(f"user's alias of {self._record.name}", writes=(self._shown(),))
         engine.policy.remember(self._record)
         engine.policy.expose(self._record)
         unit.content += 1
@@ -90,6 +93,10 @@ class ParameterAccess:
         record.host.copy_(plain_value(value))
         self.after(aliased=False)
 
+    def _shown(self) -> Slab:
+        states = self._record.unit.states
+        return states["master"] if self._record.shows_master and "master" in states else self._record.unit.weights
+
     def _alive(self) -> Engine:
         engine = self._engine()
         if engine is None:
@@ -115,7 +122,7 @@ class GradientAccess:
             engine.policy.apply_coefficients(unit)
             if writes:
                 self._claim(engine)
-        self._wait(engine)
+        self._wait(engine, writes)
 
     def after(self, aliased: bool) -> None:
         engine = self._engine()
@@ -128,7 +135,7 @@ class GradientAccess:
             self._claim(engine)
             for record in unit.with_gradient:
                 record.square_sum = None
-        self._wait(engine)
+        self._wait(engine, True)
 
     def get_grad(self) -> torch.Tensor | None:
         return None
@@ -148,12 +155,15 @@ class GradientAccess:
             engine.policy.commit(unit)
         engine.policy.void(unit)
 
-    def _wait(self, engine: Engine) -> None:
-        unit = self._record.unit
+    def _wait(self, engine: Engine, writes: bool) -> None:
+        unit, slab = self._record.unit, (self._buffer.slab,)
         engine.backend.synchronize("host waits for gradient", self._buffer.filled)
         engine.backend.synchronize("host waits for update", unit.updated)
-        engine.backend.synchronize("host waits for norm", unit.measured)
-        engine.backend.touch_host(f"user's access to a gradient of {unit.name}", reads=(self._buffer.slab,))
+        if writes:
+            engine.backend.synchronize("host waits for norm", unit.measured)
+            engine.backend.synchronize("host waits for gradient sent", self._buffer.sent)
+        what = f"user's access to a gradient of {unit.name}"
+        engine.backend.touch_host(what, reads=slab, writes=slab if writes else ())
 
 
 class EdgeAccess:
@@ -166,11 +176,20 @@ class EdgeAccess:
     def before(self, writes: bool) -> None:
         engine = self._engine()
         if engine is not None:
-            engine.backend.order("compute after weights refreshed", self._record.unit.refreshed)
+            unit = self._record.unit
+            engine.backend.order("compute after weights refreshed", unit.refreshed)
+            if writes:
+                engine.backend.order("compute after weights pulled", unit.pulled)
+            resident = (unit.resident,)
+            engine.backend.touch(f"use of {self._record.name}", reads=resident, writes=resident if writes else ())
 
     def after(self, aliased: bool) -> None:
         engine = self._engine()
         if engine is not None:
+            if aliased:
+                unit = self._record.unit
+                engine.backend.order("compute after weights pulled", unit.pulled)
+                engine.backend.touch(f"user's alias of {self._record.name}", writes=(unit.resident,))
             engine.policy.expose(self._record)
 
     def get_grad(self) -> torch.Tensor | None:
@@ -179,6 +198,7 @@ class EdgeAccess:
             engine.backward.finish_outside()
             engine.edges.apply_coefficient(self._record)
             engine.edges.outdate(self._record)
+            engine.edges.before_write(self._record.unit)
         return device_gradient(self._record)
 
     def set_grad(self, value: torch.Tensor | None) -> None:

@@ -193,7 +193,6 @@ class Backward:
             after={
                 "h2d after gradient filled": buffer.filled,
                 "h2d after gradient scaled": unit.updated,
-                "h2d after gradient slot drained": slot.drained,
                 "h2d after gradient slot leased": self.backend.mark("lease of a gradient slot"),
             },
             reads=(buffer.slab,),
@@ -232,7 +231,6 @@ class Backward:
             after={
                 "d2h after compute": self.backend.mark(f"backward of {unit.name}"),
                 "d2h after gradient buffer drained": buffer.drained,
-                "d2h after gradient sent": buffer.sent,
                 "d2h after norm": unit.measured if buffer is unit.gradient else None,
                 "d2h after update": unit.updated if buffer is unit.gradient else None,
             },

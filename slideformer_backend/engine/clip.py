@@ -15,8 +15,8 @@ def total_norm(records: Sequence[ParamRecord]) -> float:
     """2-norm of these gradients as they are (recorded clips applied), partial sums added in unit order, fp64."""
     total = 0.0
     for record in sorted(records, key=lambda record: record.unit.index):
-        if record.square_sum is not None:
-            total += record.square_sum
+        if record.square_sum is not None and record.square_sum.value is not None:
+            total += record.square_sum.value
     return float(np.sqrt(total))
 
 

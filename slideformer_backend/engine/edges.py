@@ -75,7 +75,7 @@ class Edges:
             for target, source in pairs:
                 copy(target, source)
 
-        buffer.filled = self.backend.d2h.submit(
+        unit.copied = buffer.filled = self.backend.d2h.submit(
             f"gradient of {unit.name} to the host",
             run,
             after={
@@ -84,6 +84,7 @@ class Edges:
                 "d2h after norm": unit.measured if buffer is unit.gradient else None,
                 "d2h after update": unit.updated if buffer is unit.gradient else None,
             },
+            reads=(unit.resident_gradient,),
             writes=(buffer.slab,),
             keep=pairs,
         )
@@ -101,6 +102,16 @@ class Edges:
                 set_device_gradient(record, None)
             self.send_weights(unit, unit.trainable)
 
+    def before_write(self, unit: Unit) -> None:
+        """Compute issued from now on may write the device gradients: the last copy of them has been taken."""
+        self.backend.order("compute after resident gradient copied", unit.copied)
+        self.backend.touch(f"gradient of {unit.name}", writes=(unit.resident_gradient,))
+
+    def before_accumulation(self, record: ParamRecord) -> None:
+        """Tensor hook of an edge parameter: autograd is about to add to its gradient."""
+        self.backend.touch(f"backward with {record.unit.name}", reads=(record.unit.resident,))
+        self.before_write(record.unit)
+
     def clip(self, records: Sequence[ParamRecord]) -> None:
         """Apply the clip just recorded to device gradients, as torch does: autograd may add to them before any hook of
         ours runs. The host copies stay as they are; their log entries carry the coefficient."""
@@ -109,6 +120,7 @@ class Edges:
             if record.unit.updates_on_device:
                 self.device_units.clip(record)
             elif record.coefficient != ONE and gradient is not None:
+                self.before_write(record.unit)
                 with torch.no_grad():
                     scale(plain(gradient), record.coefficient)
 
@@ -137,6 +149,7 @@ class Edges:
                 "h2d after compute released weights": self.backend.mark(f"compute with {unit.name}"),
             },
             reads=(unit.weights,),
+            writes=(unit.resident,),
             keep=pairs,
         )
 

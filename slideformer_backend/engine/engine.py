@@ -294,6 +294,7 @@ class Engine:
                 parameter = record.parameter
                 self._records[parameter] = record
                 if record.spec.is_trainable:
+                    self._hooks.append(parameter.register_hook(_BeforeAccumulation(self.edges, record)))
                     hook = _Accumulated(self.backward, self.edges, record)
                     self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
                 access = EdgeAccess(self, record) if unit.is_edge else ParameterAccess(self, record)
@@ -339,6 +340,7 @@ class Engine:
     def _release_parameter(self, record: ParamRecord) -> None:
         parameter = record.parameter
         gradient = parameter.grad
+        self.backend.touch(f"release of {record.name}", reads=(record.unit.resident,))
         unguard(parameter)
         parameter.__class__ = record.own_class
         self._records.pop(parameter, None)
@@ -346,6 +348,19 @@ class Engine:
             parameter.data = parameter.data.to("cpu", copy=True)
             if gradient is not None:
                 parameter.grad = gradient.detach().to("cpu", copy=True)
+
+
+class _BeforeAccumulation:
+    """Tensor hook of one edge parameter; runs before autograd adds to its gradient."""
+
+    def __init__(self, edges: Edges, record: ParamRecord) -> None:
+        self._edges = edges
+        self._record = record
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        unit = self._record.unit
+        if unit.is_edge and not unit.updates_on_device:
+            self._edges.before_accumulation(self._record)
 
 
 class _Accumulated:

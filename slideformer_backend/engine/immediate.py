@@ -71,7 +71,7 @@ class Immediate(UpdatePolicy):
         """Nothing is computed ahead."""
 
     def remember(self, record: ParamRecord) -> None:
-        if "low" in record.unit.states and id(record) not in self._before:
+        if "low" in record.unit.states and record.spec.is_trainable and id(record) not in self._before:
             self._before[id(record)] = record.weight_array().copy()
 
     def absorb(self, unit: Unit) -> None:

@@ -10,7 +10,7 @@ from ..storage import HostMemory, Slab
 from ..transfer import Backend, GradientBuffer, copy
 from .arithmetic import Arithmetic, sequential_sum
 from .device_kernels import sum_squares
-from .unit import ParamRecord, Unit
+from .unit import ParamRecord, SquareSum, Unit
 
 BLOCK = 65536
 
@@ -26,16 +26,18 @@ class Norms:
 
     def on_host(self, unit: Unit, records: Sequence[ParamRecord], buffer: GradientBuffer) -> None:
         """Measure gradients in a host buffer, on the norm lane."""
+        results = _expect(records)
 
         def run() -> None:
-            for record, total in zip(records, self._arithmetic.square_sums(records, buffer.slab), strict=True):
-                record.square_sum = total
+            for result, total in zip(results, self._arithmetic.square_sums(records, buffer.slab), strict=True):
+                result.value = total
 
         unit.measured = self._backend.norms.submit(
             f"norm of {unit.name}",
             run,
             after={"norm after gradient filled": buffer.filled, "norm after gradient scaled": unit.updated},
             reads=(buffer.slab,),
+            writes=(unit.norms,),
         )
 
     def on_device(self, unit: Unit, pairs: Sequence[tuple[ParamRecord, torch.Tensor]]) -> None:
@@ -53,14 +55,18 @@ class Norms:
             writes=(landing,),
             keep=partials,
         )
-        records = [record for record, _ in pairs]
+        results = _expect([record for record, _ in pairs])
 
         def run() -> None:
-            for record, part in zip(records, target.split(counts), strict=True):
-                record.square_sum = sequential_sum(part.numpy())
+            for result, part in zip(results, target.split(counts), strict=True):
+                result.value = sequential_sum(part.numpy())
 
         unit.measured = self._backend.norms.submit(
-            f"norm of {unit.name}", run, after={"norm after partial sums arrived": arrived}, reads=(landing,)
+            f"norm of {unit.name}",
+            run,
+            after={"norm after partial sums arrived": arrived},
+            reads=(landing,),
+            writes=(unit.norms,),
         )
 
     def _landing_of(self, unit: Unit) -> Slab:
@@ -68,3 +74,10 @@ class Norms:
             blocks = sum(-(-record.numel // BLOCK) for record in unit.trainable)
             self._landing[unit.index] = self._memory.allocate(f"norms of {unit.name}", blocks * 8, dma=True)
         return self._landing[unit.index]
+
+
+def _expect(records: Sequence[ParamRecord]) -> list[SquareSum]:
+    results = [SquareSum() for _ in records]
+    for record, result in zip(records, results, strict=True):
+        record.square_sum = result
+    return results

@@ -100,7 +100,6 @@ class UpdatePolicy(abc.ABC):
             release,
             after={
                 "release after norm": unit.measured,
-                "release after gradient filled": buffer.filled,
                 "release after gradient sent": buffer.sent,
             },
             writes=(slab,) if spoils else (),
@@ -150,7 +149,7 @@ class UpdatePolicy(abc.ABC):
             unit,
             f"clip of {unit.name}",
             lambda: self.arithmetic.scale(records, coefficients, buffer.slab),
-            after={"clip after gradient filled": buffer.filled, "clip after norm": unit.measured},
+            after={},  # whoever recorded the clip has waited for the norm, and so for the gradient
             writes=(buffer.slab,),
         )
         for record in records:
@@ -197,7 +196,7 @@ class UpdatePolicy(abc.ABC):
         if not trainable:
             return
         self.commit(unit)
-        after = self.before_weights(unit)
+        after: dict[str, Ticket | None] = {}  # user code was let in after all transfers from the weights
         if unit.is_edge:
             after["reconcile after weights pulled"] = self.pull(unit)
             for record in unit.records:
@@ -225,8 +224,8 @@ class UpdatePolicy(abc.ABC):
             after={
                 "pull after compute": self.backend.mark("user's writes"),
                 "pull after update": unit.updated,
-                "pull after weights sent": unit.sent,
             },
+            reads=(unit.resident,),
             writes=(unit.weights,),
             keep=pairs,
         )
@@ -242,6 +241,7 @@ class UpdatePolicy(abc.ABC):
             self.refresh(unit)
         self.backend.synchronize("host waits for update", unit.updated)
         self.backend.synchronize("host waits for weights sent", unit.sent)
+        self.backend.touch_host(f"settled {unit.name}", writes=(unit.weights, *unit.states.values()))
 
     # -- lane ------------------------------------------------------------------------------------------------------
 

@@ -42,8 +42,6 @@ class RedoLog(UpdatePolicy):
                 lambda: self.arithmetic.advance(logged, predicted),
                 after={
                     "advance after gradient filled": buffer.filled,
-                    "advance after logged gradient filled": logged_buffer.filled if logged_buffer else None,
-                    **self.before_weights(unit),
                 },
                 reads=_slabs(buffer, logged_buffer),
                 writes=(unit.weights, *unit.states.values()),
@@ -65,6 +63,9 @@ class RedoLog(UpdatePolicy):
             if unit.logged is not None and unit.logged.is_aliased:
                 self.commit(unit)  # user code may write the logged memory at any time from now on
                 self.backend.synchronize("host waits for update", unit.updated)
+                if unit.gradient is not None:
+                    self.backend.synchronize("host waits for norm", unit.measured)
+                    self.backend.touch_host("user's alias of a gradient", writes=(unit.gradient.slab,))
 
     def commit(self, unit: Unit) -> None:
         buffer = unit.logged
@@ -163,7 +164,7 @@ class RedoLog(UpdatePolicy):
             unit,
             f"commit of {unit.name}",
             lambda: self.arithmetic.commit(logged),
-            after={"commit after gradient filled": buffer.filled},
+            after={},  # the operation that made the logged weights has waited for the gradient, on this same lane
             reads=(buffer.slab,),
             writes=tuple(unit.states.values()),
         )

@@ -16,7 +16,7 @@ from .clip import as_tensor, clip_to, total_norm
 from .edges import Edges
 from .immediate import Immediate
 from .redo_log import RedoLog
-from .unit import ONE, ParamRecord, Unit
+from .unit import ONE, ParamRecord, SquareSum, Unit
 from .whole import as_masters
 
 logger = logging.getLogger(__name__)
@@ -107,6 +107,7 @@ class Stepper:
             self._policy.measure(unit)
         for unit in units:
             self._backend.synchronize("host waits for norm", unit.measured)
+            self._backend.touch_host(f"norm of {unit.name}", reads=(unit.norms,))
 
     def _apply_coefficient(self, record: ParamRecord) -> None:
         if record.unit.is_edge:
@@ -162,6 +163,7 @@ class Stepper:
             return
         for unit in {record.unit for record in applied}:
             self._backend.synchronize("host waits for norm", unit.measured)
+            self._backend.touch_host(f"norm of {unit.name}", reads=(unit.norms,))
         bad = _nonfinite(applied)
         if bad:
             raise SlideFormerError(
@@ -182,4 +184,8 @@ class Stepper:
 
 
 def _nonfinite(records: Sequence[ParamRecord]) -> list[str]:
-    return [r.name for r in records if r.square_sum is None or not math.isfinite(r.square_sum)]
+    return [r.name for r in records if not _is_finite_sum(r.square_sum)]
+
+
+def _is_finite_sum(result: SquareSum | None) -> bool:
+    return result is not None and result.value is not None and math.isfinite(result.value)

@@ -14,7 +14,7 @@ from torch import nn
 from ..optim.rules import Rule
 from ..plan import UnitLayout
 from ..plan.layout import ParamSpec, Place
-from ..storage import Slab, numpy_view
+from ..storage import Slab, Tracked, numpy_view
 from ..transfer import GradientBuffer, Ticket
 
 if TYPE_CHECKING:
@@ -53,6 +53,16 @@ class Weights(Enum):
     """To be recomputed from (p, m, v, logged gradient) before their next use."""
 
 
+class SquareSum:
+    """The sum of squares of one gradient, once the norm lane has filled it in. A gradient whose content changes gets a
+    new one, so that a measurement still in flight cannot be taken for the new content's."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value: float | None = None
+
+
 class Entry(NamedTuple):
     """A redo-log entry: one update of one parameter. Two equal entries update to the same bits."""
 
@@ -80,7 +90,7 @@ class ParamRecord:
     guarded_class: type
     has_gradient: bool = False
     coefficient: np.float32 = ONE
-    square_sum: float | None = None
+    square_sum: SquareSum | None = None
     steps: int = 0
     binding: Binding | None = None
     group: dict[str, Any] | None = None
@@ -139,7 +149,8 @@ class Unit:
 
     Tickets: ``updated`` is the last operation that wrote host working weights or states, ``sent`` the last transfer
     that read the host working weights, ``measured`` the last norm of the gradient, ``refreshed`` (edge units) the last
-    transfer into the resident parameters, ``pulled`` the last one that brought them to the host.
+    transfer into the resident parameters, ``pulled`` the last one that brought them to the host, ``copied`` the last
+    one that read the device gradients.
     """
 
     index: int
@@ -167,11 +178,18 @@ class Unit:
     """``id`` of the records whose gradient was written in the open backward."""
     visits: weakref.WeakSet[Visit] = field(default_factory=weakref.WeakSet)
     """Forwards whose graph is alive."""
+    resident: Tracked = field(default_factory=lambda: Tracked("resident parameters", torch.empty(0)))
+    """Stands for the parameters of an edge unit on the device, for the monitor."""
+    resident_gradient: Tracked = field(default_factory=lambda: Tracked("resident gradients", torch.empty(0)))
+    """Stands for the gradients that autograd holds of an edge unit."""
+    norms: Tracked = field(default_factory=lambda: Tracked("sums of squares", torch.empty(0)))
+    """Stands for the results of the last norm."""
     updated: Ticket | None = None
     sent: Ticket | None = None
     measured: Ticket | None = None
     refreshed: Ticket | None = None
     pulled: Ticket | None = None
+    copied: Ticket | None = None
 
     @property
     def is_edge(self) -> bool:

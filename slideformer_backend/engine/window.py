@@ -145,6 +145,7 @@ class Window:
         slot.is_leased = False
         slot.last_used = next(self._turn)
         monitor = self.backend.monitor
+        self.backend.touch(f"compute of {unit.name}", reads=(slot,))
         if monitor is not None and monitor.poison:
             self.backend.touch(f"poison of {slot.name}", writes=(slot,))
             monitor.spoil(slot)

@@ -69,17 +69,17 @@ class _BackendBase:
         self.waited: Counter[str] = Counter()
 
     def synchronize(self, wait_name: str, ticket: Ticket | None) -> None:
-        if ticket is None or not self._observed(wait_name, ticket):
+        if ticket is None or not self._observed(HOST, wait_name, ticket):
             return
         start = time.perf_counter()
         ticket.synchronize()
         self.waited[wait_name] += time.perf_counter() - start  # type: ignore[assignment]  # a Counter of seconds
-        if self.monitor is not None:  # what the host has waited for is also before any compute it issues later
+        if self.monitor is not None:
             self.monitor.merge(HOST, ticket)
-            self.monitor.merge(COMPUTE, ticket)
 
     def touch(self, what: str, *, reads: tuple[Tracked, ...] = (), writes: tuple[Tracked, ...] = ()) -> None:
         if self.monitor is not None:
+            self.monitor.issue(HOST, COMPUTE)
             self.monitor.access(COMPUTE, what, reads, writes)
 
     def busy(self) -> dict[str, float]:
@@ -93,8 +93,8 @@ class _BackendBase:
         for lane in (self.h2d, self.d2h, self.norms, self.update):
             lane.close()
 
-    def _observed(self, wait_name: str, ticket: Ticket) -> bool:
-        return self.monitor is None or self.monitor.wait(COMPUTE, wait_name, ticket)
+    def _observed(self, actor: str, wait_name: str, ticket: Ticket) -> bool:
+        return self.monitor is None or self.monitor.wait(actor, wait_name, ticket)
 
 
 class CudaBackend(_BackendBase):
@@ -113,7 +113,7 @@ class CudaBackend(_BackendBase):
         return ticket
 
     def order(self, wait_name: str, ticket: Ticket | None) -> None:
-        if ticket is None or not self._observed(wait_name, ticket):
+        if ticket is None or not self._observed(COMPUTE, wait_name, ticket):
             return
         start = time.perf_counter()
         ticket.wait_issued()
@@ -133,12 +133,19 @@ class CpuBackend(_BackendBase):
     def mark(self, name: str) -> Ticket:
         ticket = Ticket(name)
         if self.monitor is not None:
+            self.monitor.issue(HOST, COMPUTE)
             self.monitor.finish(COMPUTE, ticket)
         ticket.issue()
         return ticket
 
     def order(self, wait_name: str, ticket: Ticket | None) -> None:
-        self.synchronize(wait_name, ticket)
+        if ticket is None or not self._observed(COMPUTE, wait_name, ticket):
+            return
+        start = time.perf_counter()
+        ticket.synchronize()
+        self.waited[wait_name] += time.perf_counter() - start  # type: ignore[assignment]  # a Counter of seconds
+        if self.monitor is not None:  # as on CUDA: compute is behind the ticket, the host is not
+            self.monitor.merge(COMPUTE, ticket)
 
 
 def backend_for(device: torch.device, monitor: Monitor | None = None) -> Backend:

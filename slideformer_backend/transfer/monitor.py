@@ -65,6 +65,11 @@ class Monitor:
         with self._lock:
             return dict(self._tick(actor))
 
+    def issue(self, issuer: str, actor: str) -> None:
+        """``issuer`` issues work of ``actor``: what it has done and waited for is before that work. Not the reverse."""
+        with self._lock:
+            self._join(self._clock(actor), self._tick(issuer))
+
     def start(self, actor: str, origin: dict[str, int] | None) -> None:
         """A lane starts an operation that was submitted at clock ``origin``."""
         if self.max_delay > 0.0:

@@ -96,4 +96,4 @@ def test_the_script_of_the_main_job_is_ordinary():
 
 
 def yaml_word(value: object) -> str:
-    return yaml.safe_dump(value).splitlines()[0]
+    return value if isinstance(value, str) else yaml.safe_dump(value).splitlines()[0]

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from .sides import EngineSide, PlainSide, Side
-from .toy import BLOCKS, WIDTH, Boom, autocast
+from .toy import AUTOCAST, BLOCKS, WIDTH, Boom, autocast
 
 Seen = list[torch.Tensor | None]
 Event = Callable[[Side, Random], Seen]
@@ -54,6 +54,23 @@ def backward(side: Side, random: Random) -> Seen:
 
 
 @event
+def backward_last(side: Side, random: Random) -> Seen:
+    side.hint(True)
+    loss = _forward(side, random)
+    loss.backward()
+    return [loss]
+
+
+@event
+def backward_inputs(side: Side, random: Random) -> Seen:
+    """Gradients of an edge parameter only: units open, and none of their gradients arrives."""
+    side.hint(False)
+    loss = _forward(side, random)
+    loss.backward(inputs=[side.model.inp.weight])
+    return [loss]
+
+
+@event
 def train(side: Side, random: Random) -> Seen:
     seen = backward(side, random)
     for number in range(len(side.optimizers)):
@@ -75,6 +92,10 @@ def clipped(side: Side, random: Random) -> Seen:
 @event
 def double_forward(side: Side, random: Random) -> Seen:
     side.hint(True)
+    if side.kind == AUTOCAST:
+        # the window's dtype is not the parameter's, so each visit accumulates by itself: with a pending gradient the
+        # order of the fp32 sum differs from torch's in the last bit
+        _zero(side, True)
     first, second = _forward(side, random), _forward(side, random)
     (first + second).backward()
     return [first, second]
@@ -183,6 +204,11 @@ def clip(side: Side, random: Random) -> Seen:
 
 
 @event
+def clip_all(side: Side, random: Random) -> Seen:
+    return [side.clip(list(side.model.parameters()), random.choice([0.1, 0.5]))]
+
+
+@event
 def clip_torch(side: Side, random: Random) -> Seen:
     parameters = list(side.model.parameters())
     kind = random.choice([1.0, 2.0, float("inf")])
@@ -265,6 +291,18 @@ def write_weights(side: Side, random: Random) -> Seen:
 
 
 @event
+def write_edges(side: Side, random: Random) -> Seen:
+    parameter = side.model.inp.weight
+    with torch.no_grad():
+        if random.random() < 0.5:
+            parameter.data.mul_(0.5)
+        else:
+            parameter.mul_(0.75)
+    side.wrote([parameter])
+    return []
+
+
+@event
 def hyperparameters(side: Side, random: Random) -> Seen:
     group = random.choice(random.choice(side.optimizers).param_groups)
     which = random.randrange(3)
@@ -339,9 +377,14 @@ def _hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict]:
 
 def everything(side: Side) -> Seen:
     """All weights, gradients and states."""
+    return [*weights_and_gradients(side), *_state_values(side)]
+
+
+def weights_and_gradients(side: Side) -> Seen:
+    """All weights and gradients."""
     weights = [parameter.detach().clone() for parameter in side.model.parameters()]
     gradients = [None if p.grad is None else p.grad.clone() for p in side.model.parameters()]
-    return [*weights, *gradients, *_state_values(side)]
+    return [*weights, *gradients]
 
 
 def _state_values(side: Side) -> Sequence[torch.Tensor | None]:

@@ -12,7 +12,7 @@ import torch
 
 from slideformer_backend.transfer import Monitor
 
-from .events import EVENTS, Seen, everything
+from .events import EVENTS, Seen, everything, weights_and_gradients
 from .sides import EngineSide, PlainSide
 from .simulation import simulated
 
@@ -35,13 +35,21 @@ class Setting:
     seed: int = 0
     poison: bool = False
     max_delay: float = 0.0
+    nonfinite: str = "skip"
+    update: str = "exact"
+
+
+IMMEDIATE = ("train", "train", "evaluate", "read", "write_weights", "save", "load", "discard", "explode_forward",
+             "hyperparameters", "save_optimizers", "load_optimizers")  # fmt: skip
+"""Events that mean the same under ``update: immediate``: every backward is followed by its steps."""
 
 
 def random_events(seed: int, length: int, names: Sequence[str] = tuple(EVENTS)) -> Events:
     """A sequence in which about every third event is an ordinary step."""
     random = Random(seed)
     return tuple(
-        (random.choice(("train", "backward", "step_all")) if random.random() < 0.3 else random.choice(names),
+        (random.choice([name for name in ("train", "backward", "step_all") if name in names])
+         if random.random() < 0.3 else random.choice(names),
          random.randrange(1 << 30))
         for _ in range(length)
     )
@@ -56,22 +64,27 @@ def random_setting(seed: int, **given: Any) -> Setting:
         "rule": random.choice(("adamw", "adamw", "adamw", "sgd")),
         "eagerness": random.choice((0.0, 0.3, 0.7)),
         "poison": random.random() < 0.5,
+        "nonfinite": random.choice(("skip", "skip", "as_plain")),
         "seed": seed,
     }
     return Setting(**{**chosen, **given})
 
 
-def run(events: Events, setting: Setting) -> None:
+def run(events: Events, setting: Setting, monitor: Monitor | None = None) -> None:
     """Raises Difference where the sides disagree (and whatever the engine raises)."""
-    plain = PlainSide(setting.kind, setting.seed, setting.optimizers, setting.rule)
-    monitor = Monitor(poison=setting.poison, max_delay=setting.max_delay, seed=setting.seed)
+    plain = PlainSide(setting.kind, setting.seed, setting.optimizers, setting.rule, setting.nonfinite)
+    if monitor is None:
+        monitor = Monitor(poison=setting.poison, max_delay=setting.max_delay, seed=setting.seed)
     is_simulated = setting.eagerness is not None
     with simulated(setting.seed, setting.eagerness or 0.0) if is_simulated else nullcontext():
-        side = EngineSide(setting.kind, setting.seed, setting.optimizers, setting.rule, monitor)
+        config = {"nonfinite": setting.nonfinite, "update": setting.update}
+        side = EngineSide(setting.kind, setting.seed, setting.optimizers, setting.rule, monitor, **config)
         try:
             for number, (name, seed) in enumerate(events):
                 compare(EVENTS[name](plain, Random(seed)), EVENTS[name](side, Random(seed)), f"{number} {name}")
             compare(everything(plain), everything(side), "the end")
+            side.engine.detach()
+            compare(weights_and_gradients(plain), weights_and_gradients(side), "detach")
         finally:
             side.engine.backend.close()
             side.engine.workers.close()

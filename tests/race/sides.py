@@ -115,8 +115,9 @@ class _State:
 class PlainSide(Side):
     """The reference."""
 
-    def __init__(self, kind: str, seed: int, optimizers: int, rule: str) -> None:
+    def __init__(self, kind: str, seed: int, optimizers: int, rule: str, nonfinite: str = "skip") -> None:
         super().__init__(kind, seed, optimizers, rule)
+        self._skips = nonfinite == "skip"
         self._rule = rule_for(self.optimizers[0])
         self._states = {id(p): _State(p, self._rule.state_names) for p in self.trainable}
         self._order = {id(p): ("blocks." not in name, index) for index, (name, p) in enumerate(
@@ -138,7 +139,7 @@ class PlainSide(Side):
     def step(self, number: int) -> None:
         optimizer = self.optimizers[number]
         pairs = [(p, group) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if not all(math.isfinite(self._square_sum(p)) for p, _ in pairs):
+        if self._skips and not all(math.isfinite(self._square_sum(p)) for p, _ in pairs):
             self.skipped += 1
             return
         for parameter, group in pairs:

@@ -1,0 +1,38 @@
+"""Sequences in which every wait of the engine is needed at least once."""
+
+from __future__ import annotations
+
+from .runner import IMMEDIATE, Events, Setting, random_events, random_setting
+
+DIRECTED: tuple[tuple[str, ...], ...] = (
+    ("train", "backward", "write_weights", "step_all", "write_weights", "write_weights", "train", "evaluate"),
+    ("backward", "write_weights", "write_weights", "step_all", "write_weights", "train"),
+    ("backward", "backward_inputs", "zero_none", "train"),
+    ("backward", "backward_inputs", "scale_gradient", "step_all"),
+    ("backward", "backward_inputs", "hold_gradient", "write_held", "train"),
+    ("backward", "clip_all", "clip_all", "clip_all", "step_all", "train"),
+    ("train", "clipped", "backward", "clip_all", "backward", "clip_all", "clip_all", "step_all"),
+    ("backward", "step_all", "zero_none", "train", "save", "train", "load", "train"),
+    ("backward", "scale_gradient_data", "train", "write_held", "train"),
+    ("backward", "hold_gradient", "step_all", "backward", "read_held", "write_held", "step_all"),
+    ("train", "backward", "evaluate", "step_all", "train"),
+    ("train", "write_edges", "backward_last", "write_edges", "write_edges", "step_all", "train"),
+    ("backward_last", "write_edges", "step_all", "train"),
+    ("train", "hyperparameters", "train", "backward", "zero_false", "backward", "step_all"),
+)
+
+
+def workload() -> list[tuple[Events, Setting]]:
+    """Directed sequences with several seeds, random ones, and some under ``immediate``."""
+    made: list[tuple[Events, Setting]] = []
+    for number, names in enumerate(DIRECTED):
+        for seed in range(4):
+            events = tuple((name, 1000 * number + 17 * seed + place) for place, name in enumerate(names))
+            made.append((events, random_setting(seed, poison=seed != 3, eagerness=0.3 * (seed % 2),
+                                                nonfinite="as_plain" if seed % 2 else "skip")))  # fmt: skip
+    for seed in range(24):
+        made.append((random_events(seed, 10), random_setting(seed, poison=seed % 3 != 0)))
+    for seed in range(6):
+        setting = random_setting(seed, update="immediate", optimizers=1, nonfinite="as_plain", poison=seed != 2)
+        made.append((random_events(seed, 10, IMMEDIATE), setting))
+    return made
