@@ -13,6 +13,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import AutocastKwargs
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
@@ -84,6 +85,7 @@ class Script:
         """The plain side may clip by the engine's arithmetic (DESIGN 4.5), so that everything else can be compared."""
         if not self.as_engine:
             return self.accelerator.clip_grad_norm_(self.model.parameters(), self.clip)
+        self.accelerator.unscale_gradients()
         layers = [parameter for layer in self.model.model.layers for parameter in layer.parameters()]
         sliding = {id(parameter) for parameter in layers}
         order = [*layers, *(parameter for parameter in self.model.parameters() if id(parameter) not in sliding)]
@@ -254,6 +256,47 @@ def test_two_optimizers_in_turn_over_the_same_parameters_are_refused(scripts):
     later.step()
     with pytest.raises(UnsupportedError, match="stepped by two optimizers"):
         managed.optimizer.step()
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_a_scaled_loss(scripts, fused, clip):
+    """Hazard: a gradient scaler leaves unscaling, and the decision to step, to optimizers that say they can (fused).
+
+    The first steps overflow and are dropped, and the scale comes down; a power of two, so weights are those of a run
+    without those steps.
+    """
+
+    def run(managed):
+        script = scripts(managed, clip=clip)
+        script.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=3)
+        script.accelerator.native_amp = True
+        script.accelerator.state._mixed_precision = "fp16"
+        if not fused:
+            script.optimizer = torch.optim.AdamW(script.model.parameters(), lr=1e-2, weight_decay=0.1)
+            script.scheduler = torch.optim.lr_scheduler.LinearLR(script.optimizer, 1.0, 0.1, 8)
+        script.accelerator.autocast_handler = AutocastKwargs(enabled=False)
+        if fused and not managed:
+            # Accelerate does not see that a fused optimizer has skipped a step, and moves the scheduler on.
+            script.optimizer._step_supports_amp_scaling = False
+        script.prepare()
+        skipped = []
+        for batch in batches():
+            script.train([batch])
+            skipped.append(script.accelerator.optimizer_step_was_skipped)
+        return script, skipped
+
+    plain, expected = run(False)
+    log, theirs = plain.log, weights(plain.model)
+    managed, skipped = run(True)
+    assert skipped == expected
+    assert 0 < sum(skipped) < len(skipped)
+    assert managed.accelerator.scaler.get_scale() == plain.accelerator.scaler.get_scale()
+    assert [entry[2] for entry in managed.log] == [entry[2] for entry in log]
+    if fused:
+        assert_same(weights(managed.model), theirs)
+    for name, value in weights(managed.model).items():
+        torch.testing.assert_close(value, theirs[name], rtol=1e-4, atol=1e-5)
 
 
 def test_a_new_optimizer_after_the_first_is_gone(scripts):
