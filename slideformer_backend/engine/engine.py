@@ -245,8 +245,10 @@ class Engine:
         if self.backward.is_inside():
             self.backward.open(visit)
             before = allocated_bytes(self.device)
-            yield
-            self.residency.observe_recompute(visit.unit, allocated_bytes(self.device) - before)
+            try:
+                yield
+            finally:  # a recompute usually ends by the exception that stops it early
+                self.residency.observe_recompute(visit.unit, allocated_bytes(self.device) - before)
             return
         self.enter(visit.unit, Where.FORWARD, is_wide=visit.is_wide)
         try:

@@ -117,7 +117,7 @@ class Immediate(UpdatePolicy):
             return
         if any(record.square_sum is None for record in records):
             self.measure(unit)
-        updates = [Update(record, entry, buffer.slab) for record, entry in zip(records, entries, strict=True)]
+        updates = [Update.of(record, entry, buffer.slab) for record, entry in zip(records, entries, strict=True)]
         self.operate(
             unit,
             f"update of {unit.name}",

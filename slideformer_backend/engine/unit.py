@@ -120,17 +120,13 @@ class ParamRecord:
         """Whether the tensor shown outside the window is the fp32 master and not the working weight."""
         return self.spec.working != self.spec.dtype
 
-    def weight_array(self) -> NDArray[Any]:
-        """The host working weights, flat."""
-        return numpy_view(self.unit.weights.view(self.spec.working, self.place.weight, self.numel))
+    def weight_array(self, count: int | None = None) -> NDArray[Any]:
+        """The host working weights, flat; ``count`` elements from there on, when that is more than this parameter."""
+        return numpy_view(self.unit.weights.view(self.spec.working, self.place.weight, count or self.numel))
 
-    def state_array(self, name: str) -> NDArray[np.float32]:
-        """One fp32 state array (``master`` included), flat."""
-        return numpy_view(self.unit.states[name].view(torch.float32, self.place.state * 4, self.numel))
-
-    def state_arrays(self, names: tuple[str, ...]) -> tuple[NDArray[np.float32], ...]:
-        """Several state arrays, flat."""
-        return tuple(self.state_array(name) for name in names)
+    def state_array(self, name: str, count: int | None = None) -> NDArray[np.float32]:
+        """One fp32 state array (``master`` included), flat; ``count`` as for ``weight_array``."""
+        return numpy_view(self.unit.states[name].view(torch.float32, self.place.state * 4, count or self.numel))
 
     def gradient_view(self, flat: torch.Tensor) -> torch.Tensor:
         """This parameter's part of a flat gradient buffer or slot, in the parameter's shape and dtype."""
