@@ -24,7 +24,7 @@ def model():
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=6))
+    return LlamaForCausalLM(LlamaConfig(**SIZES))
 
 
 @pytest.fixture
