@@ -376,7 +376,7 @@ class _Accumulated:
     def __call__(self, parameter: torch.Tensor) -> None:
         self._backward.begin()
         if self._record.unit.is_edge:
-            self._edges.accumulated(self._record)
+            self._edges.accumulated(self._record, is_last=self._backward.is_last)
         else:
             self._backward.accumulated(self._record)
 
