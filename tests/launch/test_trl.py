@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,15 @@ TEXTS = [
     f"The {a} {b} of number {i}." for i, (a, b) in enumerate([("slow", "fox"), ("lazy", "dog"), ("old", "sea")] * 8)
 ]
 LENGTH = 4  # steps
+# Says at the end of a process whether an engine was at work in it.
+WITNESS = """
+import atexit, sys
+def say():
+    api = sys.modules.get("slideformer_backend.api")
+    if api is not None:
+        print("ENGINES", len(api.engines()))
+atexit.register(say)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +67,13 @@ def words(folder, name):
 
 def test_sft_is_the_plain_run_bit_for_bit(folder, environ):
     """Its defaults: a fp32 model under bf16 autocast, gradient checkpointing, its own fused head."""
-    (folder / "sf.yaml").write_text("distributed_type: SLIDEFORMER\nslideformer_config: {status: lines}\n")
+    (folder / "sf.yaml").write_text("distributed_type: SLIDEFORMER\nslideformer_config: {update: exact}\n")
     launch = ["-m", "accelerate.commands.launch", "--config_file", folder / "sf.yaml"]
     commands = {"plain": [script()], "ours": [*launch, script()]}
-    environ = {**environ, "OMP_NUM_THREADS": "1", "HF_DATASETS_CACHE": str(folder / "cache")}
+    (folder / "witness").mkdir()
+    (folder / "witness" / "sitecustomize.py").write_text(WITNESS)
+    path = os.pathsep.join([str(folder / "witness"), environ["PYTHONPATH"]])
+    environ = {**environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_DATASETS_CACHE": str(folder / "cache")}
     done = {
         name: subprocess.run(
             [sys.executable, *map(str, [*command, *words(folder, name)])],
@@ -70,7 +83,8 @@ def test_sft_is_the_plain_run_bit_for_bit(folder, environ):
     }  # fmt: skip
     for process in done.values():
         assert process.returncode == 0, process.stdout + process.stderr
-    assert f"step {LENGTH}" in done["ours"].stderr  # the status line: an engine was at work
+    assert "ENGINES 1" in done["ours"].stdout
+    assert "ENGINES" not in done["plain"].stdout
     figures, weights = {}, {}
     for name in commands:
         state = json.loads((folder / name / f"checkpoint-{LENGTH}" / "trainer_state.json").read_text())
