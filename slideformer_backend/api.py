@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
@@ -44,14 +46,15 @@ def attach(
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     engine = Engine(model, config or SlideFormerConfig(), device, autocast_dtype, monitor)
     install_state_hooks(engine)
-    _ENGINES[model] = engine
+    _ENGINES[model] = weakref.ref(engine)  # the model holds its engine: both go together
     return engine
 
 
 def engine_of(module: nn.Module) -> Engine | None:
     """The engine that manages ``module``, or a model inside ``module`` (a wrapper)."""
     for child in module.modules():
-        engine: Engine | None = _ENGINES.get(child)
+        reference = _ENGINES.get(child)
+        engine: Engine | None = reference() if reference is not None else None
         if engine is not None and not engine.is_detached:
             return engine
     return None
@@ -59,4 +62,5 @@ def engine_of(module: nn.Module) -> Engine | None:
 
 def engines() -> list[Engine]:
     """All engines that are attached."""
-    return [engine for engine in _ENGINES.values() if not engine.is_detached]
+    found = [reference() for reference in _ENGINES.values()]
+    return [engine for engine in found if engine is not None and not engine.is_detached]

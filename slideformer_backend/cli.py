@@ -12,7 +12,7 @@ from slideformer_backend import __version__
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of the console script.
 
-    ``launch`` and ``run`` take their own arguments, so only the first word is read here.
+    The commands take their own arguments, so only the first word is read here.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="slideformer", description="Fine-tune models larger than the GPU.")
@@ -20,9 +20,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     commands.add_parser("launch", add_help=False, help="accelerate launch, with SlideFormer switched on")
     commands.add_parser("run", add_help=False, help="run one script in this process, without a launcher")
+    commands.add_parser("trace", add_help=False, help="run one script and write a timeline of it; or summarise one")
+    commands.add_parser("bench", add_help=False, help="measure training beside other systems and the machine's limits")
     command = parser.parse_args(arguments[:1]).command
     if command == "launch":
         launch(arguments[1:])
+    elif command == "trace":
+        trace(arguments[1:])
+    elif command == "bench":
+        bench(arguments[1:])
     else:
         from slideformer_backend.run import main as run
 
@@ -34,6 +40,41 @@ def launch(arguments: Sequence[str]) -> None:
     from slideformer_backend.integrations.launch import start
 
     start(arguments)
+
+
+def trace(arguments: Sequence[str]) -> None:
+    """``slideformer trace [-o FILE] script.py ...`` runs and records; ``slideformer trace --show FILE`` summarises."""
+    parser = argparse.ArgumentParser(
+        prog="slideformer trace", description="Run a training script and record what waits for what."
+    )
+    parser.add_argument("--show", metavar="FILE", help="summarise a trace that was written earlier, and run nothing")
+    parser.add_argument("-o", "--output", default="trace.json", help="file to write (.gz compresses); trace.json")
+    parser.add_argument(
+        "script", nargs=argparse.REMAINDER, help="the script and its arguments, as for `slideformer run`, whose options"
+        " may stand before it"
+    )  # fmt: skip
+    options = parser.parse_args(arguments)
+    if options.show is not None:
+        from slideformer_backend.trace import load
+        from slideformer_backend.trace_summary import describe
+
+        try:
+            print(describe(load(options.show)))
+        except (OSError, ValueError) as error:
+            parser.exit(1, f"slideformer trace: {error}\n")
+        return
+    if not options.script:
+        parser.error("name a script to run, or a trace with --show")
+    from slideformer_backend.run import main as run
+
+    run(["--slideformer_trace", options.output, *options.script], prog="slideformer trace")
+
+
+def bench(arguments: Sequence[str]) -> None:
+    """``slideformer bench``: see ``benchmarks/harness``."""
+    from slideformer_backend.benchmarks.harness.command import main as run
+
+    run(arguments)
 
 
 if __name__ == "__main__":

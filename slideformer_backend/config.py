@@ -201,7 +201,7 @@ class SlideFormerConfig:
     state_dtype: Literal["fp32", "bf16", "int8"] = _key(
         "fp32", one_of("fp32", "bf16", "int8"), "storage of the optimizer's moments", built=False
     )
-    trace: str | None = _key(None, _or(None, PATH), "file for a timeline of the run", built=False)
+    trace: str | None = _key(None, _or(None, PATH), "file for a timeline of the run (opens in ui.perfetto.dev)")
     report: str | None = _key(None, _or(None, PATH), "file for the figures of the run", built=False)
 
     def __post_init__(self) -> None:

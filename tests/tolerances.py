@@ -10,3 +10,6 @@ single ulps have grown to this."""
 
 NORM = (1e-6, 0.0)
 """fp32: a gradient clipped by the norm of DESIGN 4.5 (fp64 sums) against torch's (fp32 sums of a vectorised kernel)."""
+
+SHARED_INPUT_16 = (2e-2, 1e-3)
+"""bf16 and autocast, SGD: as ASSOCIATIVITY, where a single rounding is 2^-8."""

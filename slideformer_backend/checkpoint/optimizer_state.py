@@ -18,10 +18,11 @@ MASTER = "master"
 
 
 def install_optimizer_hooks(engine: Engine, binding: Binding) -> None:
-    """State-dict hooks on the user's optimizer: states live in slabs, torch's format leaves and enters."""
-    if binding.rule is None:
-        return
-    hooks = _StateHooks(engine, binding)
+    """State-dict hooks on the user's optimizer: states live in slabs, torch's format leaves and enters.
+
+    An optimizer that runs as itself keeps its own states; they gain the masters, and keep their dtype when loaded.
+    """
+    hooks = _StateHooks(engine, binding) if binding.rule is not None else _OwnStateHooks(engine, binding)
     optimizer = binding.optimizer
     engine.add_hook(optimizer.register_state_dict_pre_hook(hooks.export))
     engine.add_hook(optimizer.register_state_dict_post_hook(hooks.forget))
@@ -36,6 +37,7 @@ class _StateHooks:
         self._engine = weakref.ref(engine)
         self._binding = binding
         self._loaded: dict[int, dict[str, Any]] = {}
+        self._own: dict[torch.Tensor, dict[str, Any]] = {}
 
     def export(self, optimizer: Optimizer) -> None:
         """Before ``state_dict``: fill ``optimizer.state`` from the slabs."""
@@ -89,3 +91,45 @@ class _StateHooks:
         if self._binding.rule is not None and self._binding.rule.name == "sgd" and not names:
             exported.setdefault("momentum_buffer", None)
         return exported
+
+
+class _OwnStateHooks(_StateHooks):
+    """For an optimizer that runs as itself."""
+
+    def export(self, optimizer: Optimizer) -> None:
+        """Before ``state_dict``: show the masters beside the optimizer's own states."""
+        engine = self._engine()
+        if engine is None:
+            return
+        engine.settle()
+        self._own = {}
+        for record, _ in self._binding.records():
+            state = optimizer.state.get(record.parameter)
+            master = engine.master_of(record)
+            if state and master is not None:
+                self._own[record.parameter] = state
+                optimizer.state[record.parameter] = {**state, MASTER: master}
+
+    def forget(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """After ``state_dict``: the optimizer's own states again."""
+        optimizer.state.update(self._own)
+        self._own = {}
+
+    def take(self, optimizer: Optimizer) -> None:
+        """After ``load_state_dict``: states as they were saved, and the masters."""
+        engine = self._engine()
+        loaded, self._loaded = self._loaded, {}
+        if engine is None:
+            return
+        engine.settle()
+        self._binding.assign()
+        for record, _ in self._binding.records():
+            saved = loaded.get(id(record.parameter))
+            if saved is None:
+                continue
+            engine.load_state(record, {name: saved[name] for name in (MASTER,) if name in saved})
+            current = optimizer.state[record.parameter]
+            current.pop(MASTER, None)
+            for name, value in saved.items():
+                if name != MASTER and isinstance(value, torch.Tensor):
+                    current[name] = value.to(current[name].device, copy=True)

@@ -18,12 +18,24 @@ if TYPE_CHECKING:
     from .engine import Engine
 
 
-class ParameterAccess:
-    """Guards a sliding parameter while it is its host tensor."""
+class _OfRecord:
+    """Refers to engine and record weakly: the access records of all tensors are in one table of the process, which must
+    not keep a model alive."""
 
     def __init__(self, engine: Engine, record: ParamRecord) -> None:
         self._engine = weakref.ref(engine)
-        self._record = record
+        self._weak_record = weakref.ref(record)
+
+    @property
+    def _record(self) -> ParamRecord:
+        record = self._weak_record()
+        if record is None:
+            raise StateError("a tensor is still guarded by an engine that is gone")
+        return record
+
+
+class ParameterAccess(_OfRecord):
+    """Guards a sliding parameter while it is its host tensor."""
 
     def before(self, writes: bool) -> None:
         engine = self._alive()
@@ -104,12 +116,11 @@ class ParameterAccess:
         return engine
 
 
-class GradientAccess:
+class GradientAccess(_OfRecord):
     """Guards a host gradient that was shown to user code. ``buffer`` is the memory it shows."""
 
     def __init__(self, engine: Engine, record: ParamRecord, buffer: GradientBuffer) -> None:
-        self._engine = weakref.ref(engine)
-        self._record = record
+        super().__init__(engine, record)
         self._buffer = buffer
 
     def before(self, writes: bool) -> None:
@@ -166,12 +177,8 @@ class GradientAccess:
         engine.backend.touch_host(what, reads=slab, writes=slab if writes else ())
 
 
-class EdgeAccess:
+class EdgeAccess(_OfRecord):
     """Guards a resident parameter. Its gradient is the tensor autograd holds."""
-
-    def __init__(self, engine: Engine, record: ParamRecord) -> None:
-        self._engine = weakref.ref(engine)
-        self._record = record
 
     def before(self, writes: bool) -> None:
         engine = self._engine()

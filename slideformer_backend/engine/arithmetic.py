@@ -22,49 +22,64 @@ BLOCK = 65536
 """Elements of one norm partial; slices begin at multiples of it, so no worker count changes a norm (DESIGN 4.5)."""
 
 
-SLICES_PER_WORKER = 4
-"""Slices of a unit per worker: more balance better at the end of a unit, fewer touch the GIL less."""
-SMALLEST_SLICE = 4
-"""Blocks below which a slice is not worth its call."""
-
-
 class Update(NamedTuple):
-    """One parameter's update from a gradient in a buffer."""
+    """An update of ``count`` elements from a gradient in a buffer: those of ``record``, and of the parameters that
+    follow it in every slab when they take the same update."""
 
     record: ParamRecord
     entry: Entry
     gradient: Slab
+    count: int
+
+    @classmethod
+    def of(cls, record: ParamRecord, entry: Entry, gradient: Slab) -> Update:
+        """The update of one parameter."""
+        return cls(record, entry, gradient, record.numel)
+
+    def is_followed_by(self, other: Update) -> bool:
+        """Whether ``other`` continues this update in memory."""
+        mine, next_ = self.record, other.record
+        return (
+            self.entry == other.entry
+            and self.gradient is other.gradient
+            and mine.unit is next_.unit
+            and mine.spec.dtype == next_.spec.dtype
+            and mine.spec.working == next_.spec.working
+            and mine.place.state + self.count == next_.place.state
+            and mine.place.weight + self.count * mine.spec.working.itemsize == next_.place.weight
+            and mine.place.gradient + self.count * mine.spec.dtype.itemsize == next_.place.gradient
+        )
 
 
 class Arithmetic:
-    """The kernels of the update rules applied to units, spread over the workers."""
+    """The kernels of the update rules applied to units, spread over the workers.
+
+    Parameters that lie one after another and take the same update are worked on as one: a decoder layer is then one
+    slice per worker, and workers ask for the GIL, which the thread that issues kernels holds most of the time, rarely.
+    """
 
     def __init__(self, workers: WorkerPool) -> None:
         self._workers = workers
 
     def commit(self, updates: Sequence[Update]) -> None:
         """Bring masters and moments up to the logged step; working weights already hold it."""
-        self._run(updates, _commit)
+        self._run(_commit, [(update,) for update in updates])
 
     def peek(self, updates: Sequence[Update]) -> None:
         """Working weights after these updates; masters and moments stay."""
-        self._run(updates, _peek)
+        self._run(_peek, [(update,) for update in updates])
 
     def advance(self, logged: Sequence[Update], predicted: Sequence[Update]) -> None:
         """Commit ``logged`` and write the working weights after ``predicted``, in one pass where both exist."""
         ahead = {id(update.record): update for update in predicted}
         pairs = [(update, ahead.pop(id(update.record), None)) for update in logged]
-        self._run([pair[0] for pair in pairs if pair[1] is None], _commit)
-        both = {id(old.record): new for old, new in pairs if new is not None}
-        self._run(
-            [old for old, new in pairs if new is not None],
-            lambda old, part: _advance(old, both[id(old.record)], part),
-        )
-        self.peek(list(ahead.values()))
+        self._run(_commit, [(old,) for old, new in pairs if new is None])
+        self._run(_advance, [(old, new) for old, new in pairs if new is not None])
+        self._run(_peek, [(update,) for update in ahead.values()])
 
     def update(self, updates: Sequence[Update]) -> None:
         """Masters, moments and working weights in place (``immediate``)."""
-        self._run(updates, _update)
+        self._run(_update, [(update,) for update in updates])
 
     def restore(self, records: Sequence[ParamRecord]) -> None:
         """Working weights = rounded masters."""
@@ -119,24 +134,42 @@ class Arithmetic:
                 jobs.append(partial(kernels.scale, array[part], record.gradient_kind, coefficient))
         self._workers.run(jobs)
 
-    def _run(self, updates: Sequence[Update], kernel: Callable[[Update, slice], None]) -> None:
-        self._workers.run([partial(kernel, item, part) for item in updates for part in self._slices(item.record)])
+    def _run(self, kernel: Callable[..., None], items: Sequence[tuple[Update, ...]]) -> None:
+        jobs = [
+            partial(kernel, part, *item) for item in _merged(items) for part in self._cut(item[0].count, item[0].count)
+        ]
+        self._workers.run(jobs)
 
     def _slices(self, record: ParamRecord) -> Iterator[slice]:
-        blocks = -(-record.unit.layout.state_elements // BLOCK)
-        size = max(SMALLEST_SLICE, -(-blocks // (self._workers.threads * SLICES_PER_WORKER))) * BLOCK
-        for start in range(0, record.numel, size):
-            yield slice(start, min(start + size, record.numel))
+        yield from self._cut(record.numel, record.unit.layout.state_elements)
+
+    def _cut(self, count: int, whole: int) -> Iterator[slice]:
+        """Slices of ``count`` elements such that ``whole`` elements make one per worker."""
+        size = -(-whole // (BLOCK * self._workers.threads)) * BLOCK
+        for start in range(0, count, size):
+            yield slice(start, min(start + size, count))
 
 
-def gradient_array(record: ParamRecord, gradient: Slab) -> np.ndarray:
-    """The parameter's flat gradient in a buffer."""
-    return numpy_view(gradient.view(record.spec.dtype, record.place.gradient, record.numel))
+def _merged(items: Sequence[tuple[Update, ...]]) -> list[tuple[Update, ...]]:
+    merged: list[tuple[Update, ...]] = []
+    for item in items:
+        last = merged[-1] if merged else None
+        if last is not None and all(old.is_followed_by(new) for old, new in zip(last, item, strict=True)):
+            merged[-1] = tuple(update._replace(count=update.count + item[0].count) for update in last)
+        else:
+            merged.append(item)
+    return merged
 
 
-def low_array(record: ParamRecord) -> np.ndarray:
-    """The low halves of a split master, flat uint16."""
-    return numpy_view(record.unit.states["low"].view(record.spec.working, record.place.state * 2, record.numel))
+def gradient_array(record: ParamRecord, gradient: Slab, count: int | None = None) -> np.ndarray:
+    """The parameter's flat gradient in a buffer; ``count`` elements from there on, when that is more."""
+    return numpy_view(gradient.view(record.spec.dtype, record.place.gradient, count or record.numel))
+
+
+def low_array(record: ParamRecord, count: int | None = None) -> np.ndarray:
+    """The low halves of a split master, flat uint16; ``count`` as for ``gradient_array``."""
+    low = record.unit.states["low"]
+    return numpy_view(low.view(record.spec.working, record.place.state * 2, count or record.numel))
 
 
 def sequential_sum(partials: np.ndarray) -> float:
@@ -148,65 +181,56 @@ def sequential_sum(partials: np.ndarray) -> float:
 
 
 def _arrays(item: Update, part: slice) -> tuple[np.ndarray, tuple[np.ndarray, ...], np.ndarray]:
-    record = item.record
-    states = tuple(array[part] for array in record.state_arrays(item.entry.states))
-    return record.state_array("master")[part], states, gradient_array(record, item.gradient)[part]
+    record, count = item.record, item.count
+    states = tuple(record.state_array(name, count)[part] for name in item.entry.states)
+    return record.state_array("master", count)[part], states, gradient_array(record, item.gradient, count)[part]
 
 
-def _commit(item: Update, part: slice) -> None:
+def _commit(part: slice, item: Update) -> None:
     master, states, gradient = _arrays(item, part)
     rule, _, scalars, coefficient = item.entry
     kernels.commit(rule, master, states, gradient, item.record.gradient_kind, coefficient, scalars)
 
 
-def _peek(item: Update, part: slice) -> None:
+def _peek(part: slice, item: Update) -> None:
     master, states, gradient = _arrays(item, part)
     rule, _, scalars, coefficient = item.entry
     record = item.record
-    weights = record.weight_array()[part]
+    weights = record.weight_array(item.count)[part]
     kernels.peek(
         rule, master, states, gradient, record.gradient_kind, coefficient, scalars, weights, record.weight_kind
     )
 
 
-def _advance(old: Update, new: Update, part: slice) -> None:
+def _advance(part: slice, old: Update, new: Update) -> None:
     record = old.record
     if old.entry.rule is not new.entry.rule or old.entry.states != new.entry.states:
-        _commit(old, part)
-        _peek(new, part)
+        _commit(part, old)
+        _peek(part, new)
         return
     master, states, logged = _arrays(old, part)
-    arrived = gradient_array(record, new.gradient)[part]
+    arrived = gradient_array(record, new.gradient, new.count)[part]
     kernels.advance(
         old.entry.rule,
         master,
         states,
         Pending(logged, record.gradient_kind, old.entry.coefficient, old.entry.scalars),
         Pending(arrived, record.gradient_kind, new.entry.coefficient, new.entry.scalars),
-        record.weight_array()[part],
+        record.weight_array(old.count)[part],
         record.weight_kind,
     )
 
 
-def _update(item: Update, part: slice) -> None:
-    record = item.record
-    rule, _, scalars, coefficient = item.entry
-    gradient = gradient_array(record, item.gradient)[part]
-    states = tuple(array[part] for array in record.state_arrays(item.entry.states))
-    weights = record.weight_array()[part]
+def _update(part: slice, item: Update) -> None:
+    record, count = item.record, item.count
+    rule, names, scalars, coefficient = item.entry
+    gradient = gradient_array(record, item.gradient, count)[part]
+    states = tuple(record.state_array(name, count)[part] for name in names)
+    weights = record.weight_array(count)[part]
+    kind = record.gradient_kind
     if "low" in record.unit.states:
-        low = low_array(record)
-        kernels.update_split(rule, weights, low[part], states, gradient, record.gradient_kind, coefficient, scalars)
+        low = low_array(record, count)[part]
+        kernels.update_split(rule, weights, low, states, gradient, kind, coefficient, scalars)
         return
-    master = record.state_array("master")[part] if "master" in record.unit.states else weights
-    kernels.update(
-        rule,
-        master,
-        states,
-        gradient,
-        record.gradient_kind,
-        coefficient,
-        scalars,
-        weights,
-        record.weight_kind,
-    )
+    master = record.state_array("master", count)[part] if "master" in record.unit.states else weights
+    kernels.update(rule, master, states, gradient, kind, coefficient, scalars, weights, record.weight_kind)

@@ -66,7 +66,8 @@ class Backward:
         self._expects_step = expects_step
         self._task = -1
         self._open: list[Visit] = []
-        self._is_last = True
+        self.is_last = True
+        """Whether a ``step()`` should follow the running backward."""
 
     @property
     def is_running(self) -> bool:
@@ -93,7 +94,7 @@ class Backward:
         self.policy.check_backward()
         self._task = task
         self.count += 1
-        self._is_last = self._expects_step()
+        self.is_last = self._expects_step()
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def open(self, visit: Visit) -> None:
@@ -119,6 +120,7 @@ class Backward:
             unit.gradient_slot = self.window.take_gradient_slot(unit)
             if unit.gradient is not None and unit.with_gradient:
                 self._send_pending(unit)
+        self.backend.begin("backward", unit.name)
 
     def close(self, visit: Visit) -> None:
         """The last gradient kernel of the visit has been issued: the unit leaves the window."""
@@ -132,6 +134,7 @@ class Backward:
             return
         for record in unit.trainable:
             record.parameter.grad = None
+        self.backend.end("backward", unit.name)
         self.window.release(unit)
         self._send_gradient(unit)
 
@@ -173,7 +176,7 @@ class Backward:
         self._task = -1
         for visit in list(self._open):
             self.close(visit)
-        self.edges.after_backward(is_last=self._is_last)
+        self.edges.after_backward(is_last=self.is_last)
 
     def _end(self) -> None:
         self.finish()
@@ -241,7 +244,7 @@ class Backward:
         self.policy.replace_gradient(unit, buffer)
         if self.backend.device.type != "cuda":
             self.policy.measure(unit)
-        is_last = self._is_last and all(visit.is_done for visit in unit.visits)
+        is_last = self.is_last and all(visit.is_done for visit in unit.visits)
         self.policy.arrive(unit, is_last=is_last)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
+from ..errors import UnsupportedError
 from ..optim.rules import rule_for
 from .unit import Entry, ParamRecord
 
@@ -26,6 +28,7 @@ class Binding:
     """
 
     def __init__(self, engine: Engine, optimizer: Optimizer) -> None:
+        _refuse_closure(optimizer)
         self._engine = weakref.ref(engine)
         self._optimizer = weakref.ref(optimizer)
         self.rule = rule_for(optimizer)
@@ -36,7 +39,6 @@ class Binding:
         if hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # a scheduler made before us counts calls through this mark
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # torch's own mark
         optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]  # with an undo, by design
-        self.assign()
 
     @property
     def optimizer(self) -> Optimizer:
@@ -46,13 +48,42 @@ class Binding:
             raise RuntimeError("the optimizer of this binding is gone")
         return optimizer
 
-    def assign(self) -> None:
-        """Tell each record its optimizer and live param group (groups may be added or replaced at any time)."""
-        engine = self._engine()
-        if engine is None:
-            return
+    @property
+    def is_alive(self) -> bool:
+        """Whether the user still has the optimizer."""
+        return self._optimizer() is not None
+
+    def holds(self, record: ParamRecord) -> bool:
+        """Whether the optimizer has this parameter in a group now."""
+        optimizer = self._optimizer()
+        groups = optimizer.param_groups if optimizer is not None else ()
+        return any(parameter is record.parameter for group in groups for parameter in group["params"])
+
+    def assign(self, *, takes_over: bool = False) -> list[ParamRecord]:
+        """Tell each record its optimizer and live param group (groups may be added or replaced at any time).
+
+        Args:
+            takes_over: this optimizer is new; parameters of an older one are its from now on.
+
+        Returns:
+            The records that this optimizer steps for the first time.
+
+        Raises:
+            UnsupportedError: another optimizer that was prepared later has the same parameters.
+        """
+        new = []
         for record, group in self.records():
+            other = record.binding
+            if other is not self:
+                if other is not None and not takes_over and other.holds(record):
+                    raise UnsupportedError(
+                        f"{record.name} is a parameter of two optimizers, and the one prepared first steps again.",
+                        found=f"{type(self.optimizer).__name__} and {type(other.optimizer).__name__}",
+                        remedy="give each parameter to one optimizer",
+                    )
+                new.append(record)
             record.binding, record.group = self, group
+        return new
 
     def records(self) -> Iterator[tuple[ParamRecord, dict[str, Any]]]:
         """Our parameters among the optimizer's, with their groups."""
@@ -100,6 +131,15 @@ class Binding:
         optimizer.__dict__.pop("step", None)
         if self._previous_step is not None:
             optimizer.__dict__["step"] = self._previous_step
+
+
+def _refuse_closure(optimizer: Optimizer) -> None:
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} evaluates the model inside its step, where SlideFormer shows it master weights.",
+            remedy="take an optimizer whose step needs no closure, such as AdamW",
+        )
 
 
 class _Step:

@@ -23,6 +23,7 @@ class DeviceUnits:
 
     def __init__(self, norms: Norms) -> None:
         self._norms = norms
+        self._launched: dict[int, ParamRecord] = {}
 
     @staticmethod
     def allocate(unit: Unit, rule: Rule | None) -> None:
@@ -40,6 +41,22 @@ class DeviceUnits:
         """Note which parameters have a gradient now."""
         for record in unit.trainable:
             record.has_gradient = _gradient(record) is not None
+
+    def accumulated(self, record: ParamRecord) -> None:
+        """Its gradient is complete unless the backward accumulates again: measure it while the backward goes on."""
+        gradient = _gradient(record)
+        if gradient is not None:
+            self._norms.launch(record, plain(gradient).reshape(-1))
+            self._launched[id(record)] = record
+
+    def collect(self) -> None:
+        """The backward is over: bring what was measured in it to the host."""
+        records = list(self._launched.values())
+        self._launched.clear()
+        if records:
+            for record in records:
+                record.has_gradient = True
+            self._norms.collect("device units", records)
 
     def measure(self, unit: Unit) -> None:
         """Start the norms of gradients that have not been measured since they changed."""

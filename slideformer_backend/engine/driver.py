@@ -73,12 +73,23 @@ class UnitForward:
 
     def _resident(self, engine: Engine, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A unit that lives on the device: no window; recomputed only where the placement says so."""
-        forward = self._original(module)
-        if not engine.recomputes(self._unit):
+        forward, backend, name = self._original(module), engine.backend, self._unit.name
+        is_traced = backend.recorder is not None
+        if is_traced:
+            args, kwargs = _map_inputs(lambda: backend.end("backward", name), args, kwargs)
+            backend.begin("forward", name)
+        if engine.recomputes(self._unit):
+            run = _Runner(forward, module, args, kwargs, autocast_cache=True)
+            output = checkpoint(run, *args, use_reentrant=False, **kwargs)
+        else:
             with _hf_checkpointing_off(module):
-                return forward(*args, **kwargs)
-        run = _Runner(forward, module, args, kwargs, autocast_cache=True)
-        return checkpoint(run, *args, use_reentrant=False, **kwargs)
+                output = forward(*args, **kwargs)
+        if is_traced:
+            backend.end("forward", name)
+            for tensor in _tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda _: backend.begin("backward", name))
+        return output
 
     def _with_graph(self, engine: Engine, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         unit = self._unit
@@ -172,6 +183,8 @@ def _snapshot(cache: Any) -> Any:
     for name, value in vars(cache).items():
         if isinstance(value, list):
             setattr(copied, name, [copy.copy(item) for item in value])
+        elif isinstance(value, dict):  # which cross-attention layers are filled
+            setattr(copied, name, dict(value))
         elif _is_cache(value):
             setattr(copied, name, _snapshot(value))
     return copied

@@ -37,23 +37,24 @@ class Edges:
         if record.unit.updates_on_device:
             record.square_sum = None
 
-    def accumulated(self, record: ParamRecord) -> None:
-        """Post-accumulate hook of an edge parameter."""
+    def accumulated(self, record: ParamRecord, *, is_last: bool) -> None:
+        """Post-accumulate hook of a resident parameter; ``is_last``: a ``step()`` should follow this backward."""
         gradient = device_gradient(record)
         if gradient is not None and gradient.layout is not torch.strided:
             raise UnsupportedError(
                 f"{record.name} received a sparse gradient.", remedy="build the embedding with sparse=False"
             )
         self.outdate(record)
+        if is_last and record.unit.updates_on_device:
+            self.device_units.accumulated(record)
 
     def after_backward(self, *, is_last: bool) -> None:
         """Start copying new gradients to the host when a ``step()`` should follow."""
         if is_last:
             for unit in self.units:
-                if unit.updates_on_device:
-                    self.device_units.measure(unit)
-                else:
+                if not unit.updates_on_device:
                     self.copy_gradient(unit, is_last=True)
+        self.device_units.collect()
 
     def copy_gradient(self, unit: Unit, *, is_last: bool) -> None:
         """Bring the host copy of the unit's gradient up to date (nothing if it is, or if there is none to be)."""
@@ -93,14 +94,16 @@ class Edges:
         self.policy.replace_gradient(unit, buffer)
         self.policy.measure(unit)
         self.policy.arrive(unit, is_last=is_last)
-        self.consumed(unit)
+        spent = self.drop_spent(unit)
+        if spent:
+            self.send_weights(unit, spent)
 
-    def consumed(self, unit: Unit) -> None:
-        """Under ``immediate`` the gradient is spent: as for sliding units, ``grad`` is None afterwards."""
-        if unit.gradient is None:
-            for record in unit.trainable:
-                set_device_gradient(record, None)
-            self.send_weights(unit, unit.trainable)
+    def drop_spent(self, unit: Unit) -> list[ParamRecord]:
+        """Under ``immediate`` an applied gradient is spent: as for sliding units, ``grad`` is None afterwards."""
+        spent = [r for r in unit.trainable if not r.has_gradient and device_gradient(r) is not None]
+        for record in spent:
+            set_device_gradient(record, None)
+        return spent
 
     def before_write(self, unit: Unit) -> None:
         """Compute issued from now on may write the device gradients: the last copy of them has been taken."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from ..config import SlideFormerConfig
 from ..optim.numba_kernels import warm_up
 from ..optim.workers import WorkerPool, default_threads
 from ..storage import HostMemory
+from ..trace import Recorder
 from ..transfer import Monitor, backend_for
 from .access import EdgeAccess, ParameterAccess
 from .arithmetic import Arithmetic
@@ -27,13 +27,14 @@ from .device_units import DeviceUnits
 from .driver import UnitForward
 from .edges import Edges
 from .guard import guard, unguard
+from .hooks import Accumulated, BeforeAccumulation, BeforeForward
 from .immediate import Immediate
 from .norms import Norms
 from .redo_log import RedoLog
 from .report import EngineReport, allocated_bytes, make_report
 from .residency import Residency
 from .schedule import Phase, Schedule
-from .states import allocate_states, load_states, master_of
+from .states import LOW, MASTER, allocate_states, load_states, master_of
 from .stepper import Stepper
 from .unit import ParamRecord, Unit, Weights, Where
 from .window import Window
@@ -59,6 +60,8 @@ class Engine:
         self.last_microbatch: Callable[[], bool] = lambda: True
         self.backend = backend_for(device, monitor)
         self.device = self.backend.device
+        if config.trace is not None:
+            self.backend.record(Recorder(self.device, config.trace))
         pin = self.device.type == "cuda" if config.pin_memory == "auto" else config.pin_memory
         self.memory = HostMemory(pin=pin and self.device.type == "cuda")
         self.units = build_units(model, self.device, autocast_dtype, self.memory)
@@ -94,20 +97,19 @@ class Engine:
     # -- what integrations call ------------------------------------------------------------------------------------
 
     def bind(self, optimizer: Optimizer) -> None:
-        """Make ``optimizer.step`` ours. Idempotent; parameters of other models keep their own step."""
-        if any(binding.optimizer is optimizer for binding in self._bindings):
+        """Make ``optimizer.step`` ours. Idempotent; parameters of other models keep their own step.
+
+        An optimizer bound later takes over parameters of an earlier one, and starts with fresh states as in torch.
+
+        Raises:
+            UnsupportedError: its step cannot run on master weights (it needs a closure).
+        """
+        self._bindings = [binding for binding in self._bindings if binding.is_alive]
+        if self.binding_of(optimizer) is not None:
             return
         binding = Binding(self, optimizer)
         self._bindings.append(binding)
-        for unit in {record.unit for record, _ in binding.records()}:
-            if unit.updates_on_device:
-                DeviceUnits.allocate(unit, binding.rule)
-            else:
-                allocate_states(unit, binding.rule, self.memory, in_place=isinstance(self.policy, Immediate))
-        if binding.rule is not None:
-            for record, group in binding.records():
-                states = len(binding.rule.states_used(group))
-                warm_up(binding.rule, record.gradient_kind, record.weight_kind, self.config.update, states=states)
+        self._prepare(binding, binding.assign(takes_over=True))
         for hook in self._bind_hooks:
             hook(self, binding)
 
@@ -150,6 +152,8 @@ class Engine:
     def step(self, binding: Binding) -> None:
         """``optimizer.step()`` of a bound optimizer."""
         self.backward.finish_outside()
+        self._prepare(binding, binding.assign())
+        self.backend.step()
         self.stepper.step(binding)
         self._usual_count, self.backward.count = max(1, self.backward.count), 0
         self.residency.after_step()
@@ -157,11 +161,12 @@ class Engine:
 
     def step_was_skipped(self, optimizer: Optimizer) -> bool:
         """Whether the last ``step()`` of ``optimizer`` was dropped because of non-finite gradients."""
-        return any(binding.was_skipped for binding in self._bindings if binding.optimizer is optimizer)
+        binding = self.binding_of(optimizer)
+        return binding is not None and binding.was_skipped
 
     def binding_of(self, optimizer: Optimizer) -> Binding | None:
         """The binding of an optimizer."""
-        return next((binding for binding in self._bindings if binding.optimizer is optimizer), None)
+        return next((binding for binding in self._bindings if binding.is_alive and binding.optimizer is optimizer), None)
 
     def settle(self) -> None:
         """Wait for everything in flight and commit everything: host weights and states are final and idle."""
@@ -170,7 +175,6 @@ class Engine:
             if unit.updates_on_device:
                 self.edges.device_units.absorb(unit)
             self.policy.settle(unit)
-            self.backend.synchronize("host waits for weights refreshed", unit.refreshed)
 
     def master_of(self, record: ParamRecord) -> torch.Tensor | None:
         """A copy of the fp32 master of a settled parameter; None where the parameter itself is the master."""
@@ -187,8 +191,24 @@ class Engine:
         return make_report(self)
 
     def detach(self) -> None:
-        """Undo everything: plain CPU parameters with their gradients, original forwards, original optimizer step."""
-        self.settle()
+        """Undo everything: plain CPU parameters with their gradients, original forwards, original optimizer step.
+
+        After an operation has failed its exception is raised once more, when everything is undone: parameters then hold
+        what the host held, without gradients.
+        """
+        gradients: dict[int, torch.Tensor] = {}
+        is_settled = False
+        try:
+            self.settle()
+            for record in (record for unit in self.units for record in unit.records):
+                gradient = record.parameter.grad
+                if gradient is not None:
+                    gradients[id(record)] = gradient.detach().to("cpu", copy=True)
+            is_settled = True
+        finally:
+            self._undo(gradients if is_settled else {})
+
+    def _undo(self, gradients: Mapping[int, torch.Tensor]) -> None:
         for hook in self._hooks:
             hook.remove()
         for forward in self._forwards:
@@ -197,7 +217,7 @@ class Engine:
             binding.undo()
         for unit in self.units:
             for record in unit.records:
-                self._release_parameter(record)
+                self._release_parameter(record, gradients.get(id(record)))
         self._bindings.clear()
         self.is_detached = True
         self.backend.close()
@@ -214,9 +234,11 @@ class Engine:
         self._fetch(unit)
         self.window.lease(unit, where, is_wide=is_wide)
         self._fetch_ahead(phase, unit)
+        self.backend.begin("forward", unit.name)
 
     def leave(self, unit: Unit) -> None:
         """The forward of ``unit`` is over."""
+        self.backend.end("forward", unit.name)
         self.window.release(unit)
 
     @contextlib.contextmanager
@@ -226,6 +248,7 @@ class Engine:
         self.enter(unit, Where.FORWARD, is_wide=visit.is_wide, phase=Phase.FORWARD)
         visit.steps = unit.steps
         try:
+            unit.refuse_unfrozen()
             yield
         finally:
             self.leave(unit)
@@ -236,8 +259,12 @@ class Engine:
         if self.backward.is_inside():
             self.backward.open(visit)
             before = allocated_bytes(self.device)
-            yield
-            self.residency.observe_recompute(visit.unit, allocated_bytes(self.device) - before)
+            self.backend.begin("recompute", visit.unit.name)
+            try:
+                yield
+            finally:  # a recompute usually ends by the exception that stops it early
+                self.backend.end("recompute", visit.unit.name)
+                self.residency.observe_recompute(visit.unit, allocated_bytes(self.device) - before)
             return
         self.enter(visit.unit, Where.FORWARD, is_wide=visit.is_wide)
         try:
@@ -279,21 +306,36 @@ class Engine:
 
     # -- internals -------------------------------------------------------------------------------------------------
 
+    def _prepare(self, binding: Binding, records: Sequence[ParamRecord]) -> None:
+        """States and kernels for parameters that an optimizer steps for the first time."""
+        for unit in {record.unit for record in records}:
+            self.policy.settle(unit)
+            if unit.updates_on_device:
+                DeviceUnits.allocate(unit, binding.rule)
+            else:
+                allocate_states(unit, binding.rule, self.memory, in_place=isinstance(self.policy, Immediate))
+        for record in records:
+            if record.steps:
+                load_states(record, {}, tuple({*record.unit.states, *record.device_states} - {MASTER, LOW}))
+            if binding.rule is not None and record.group is not None:
+                states = len(binding.rule.states_used(record.group))
+                warm_up(binding.rule, record.gradient_kind, record.weight_kind, self.config.update, states=states)
+
     def _install(self) -> None:
         for unit in self.units:
             for record in unit.records:
                 parameter = record.parameter
                 self._records[parameter] = record
                 if record.spec.is_trainable:
-                    self._hooks.append(parameter.register_hook(_BeforeAccumulation(self.edges, record)))
-                    hook = _Accumulated(self.backward, self.edges, record)
+                    self._hooks.append(parameter.register_hook(BeforeAccumulation(self, record)))
+                    hook = Accumulated(self, record)
                     self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
                 access = EdgeAccess(self, record) if unit.is_edge else ParameterAccess(self, record)
                 guard(parameter, access)
                 parameter.__class__ = record.guarded_class
             if unit.module is not None:
                 self._forwards.append(UnitForward(self, unit, unit.module))
-        self._hooks.append(self.model.register_forward_pre_hook(_BeforeForward(self)))
+        self._hooks.append(self.model.register_forward_pre_hook(BeforeForward(self)))
 
     def _fetch(self, unit: Unit) -> None:
         if unit.leases:
@@ -328,63 +370,14 @@ class Engine:
             return False
         return self._saw_microbatch or self.backward.count >= self._usual_count
 
-    def _release_parameter(self, record: ParamRecord) -> None:
+    def _release_parameter(self, record: ParamRecord, gradient: torch.Tensor | None) -> None:
         parameter = record.parameter
-        gradient = parameter.grad
         self.backend.touch(f"release of {record.name}", reads=(record.unit.resident,))
         unguard(parameter)
         parameter.__class__ = record.own_class
         self._records.pop(parameter, None)
         with torch.no_grad():
-            parameter.data = parameter.data.to("cpu", copy=True)
-            if gradient is not None:
-                parameter.grad = gradient.detach().to("cpu", copy=True)
-
-
-class _BeforeAccumulation:
-    """Tensor hook of one edge parameter; runs before autograd adds to its gradient."""
-
-    def __init__(self, edges: Edges, record: ParamRecord) -> None:
-        self._edges = edges
-        self._record = record
-
-    def __call__(self, gradient: torch.Tensor) -> None:
-        unit = self._record.unit
-        if unit.is_edge and not unit.updates_on_device:
-            self._edges.before_accumulation(self._record)
-
-
-class _Accumulated:
-    """Post-accumulate hook of one parameter."""
-
-    def __init__(self, backward: Backward, edges: Edges, record: ParamRecord) -> None:
-        self._backward = backward
-        self._edges = edges
-        self._record = record
-
-    def __call__(self, parameter: torch.Tensor) -> None:
-        self._backward.begin()
-        if self._record.unit.is_edge:
-            self._edges.accumulated(self._record)
-        else:
-            self._backward.accumulated(self._record)
-
-
-class _BeforeForward:
-    """Forward pre-hook of the model."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = weakref.ref(engine)
-
-    def __call__(self, model: nn.Module, args: object) -> None:
-        for module in model.modules():  # units are recomputed by the engine; Hugging Face would recompute them again
-            if module.__dict__.get("gradient_checkpointing") and isinstance(
-                getattr(module.forward, "__func__", None), UnitForward
-            ):
-                module.__dict__["gradient_checkpointing"] = False
-        engine = self._engine()
-        if engine is not None and model is engine.model and torch.is_grad_enabled():
-            engine.begin_forward()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _BeforeForward:
-        return self
+            parameter.grad = None
+            shown = parameter.data if record.unit.is_edge else record.host
+            parameter.data = shown.to("cpu", copy=True)
+            parameter.grad = gradient

@@ -76,25 +76,52 @@ class Immediate(UpdatePolicy):
 
     def absorb(self, unit: Unit) -> None:
         """A write resets the low half of a split master, exactly where it changed the weight (DESIGN 5)."""
-        records = [record for record in unit.exposed if id(record) in self._before]
-        if "low" not in unit.states:
+        if "master" in unit.states or unit.updates_on_device:
             super().absorb(unit)
             return
+        records = [record for record in unit.exposed if record.spec.is_trainable]
         for record in unit.exposed:
             record.is_exposed = False
-        if not records:
+        if not records or not unit.states:
             return
-        before = [self._before.pop(id(record)) for record in records]
-        after = self.before_weights(unit)
         if unit.is_edge:
-            after["reconcile after weights pulled"] = self.pull(unit)
+            self._absorb_resident(unit, records)
+        elif "low" in unit.states:
+            written = [record for record in records if id(record) in self._before]
+            before = [self._before.pop(id(record)) for record in written]
+            self.operate(
+                unit,
+                f"user's writes to {unit.name}",
+                lambda: self.arithmetic.reconcile_split(written, before),
+                after={},  # user code was let in after all transfers from the weights
+                reads=(unit.weights,),
+                writes=(unit.states["low"],),
+            )
+
+    def _absorb_resident(self, unit: Unit, records: Sequence[ParamRecord]) -> None:
+        # the host weights are those from before the writes until the resident ones are brought over
+        before: list[np.ndarray] = []
+        is_split = "low" in unit.states
+        if is_split:
+            self.operate(
+                unit,
+                f"weights of {unit.name} before user's writes",
+                lambda: before.extend(record.weight_array().copy() for record in records),
+                after={},
+                reads=(unit.weights,),
+            )
+
+        def run() -> None:
+            if is_split:
+                self.arithmetic.reconcile_split(records, before)
+
         self.operate(
             unit,
             f"user's writes to {unit.name}",
-            lambda: self.arithmetic.reconcile_split(records, before),
-            after=after,
+            run,
+            after={"reconcile after weights pulled": self.pull(unit)},
             reads=(unit.weights,),
-            writes=(unit.states["low"],),
+            writes=(unit.states["low"],) if is_split else (),
         )
 
     def adopt(self, unit: Unit) -> None:
@@ -117,7 +144,7 @@ class Immediate(UpdatePolicy):
             return
         if any(record.square_sum is None for record in records):
             self.measure(unit)
-        updates = [Update(record, entry, buffer.slab) for record, entry in zip(records, entries, strict=True)]
+        updates = [Update.of(record, entry, buffer.slab) for record, entry in zip(records, entries, strict=True)]
         self.operate(
             unit,
             f"update of {unit.name}",

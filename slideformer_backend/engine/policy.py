@@ -192,8 +192,9 @@ class UpdatePolicy(abc.ABC):
             return
         for record in records:
             record.is_exposed = False
-        trainable = [record for record in records if "master" in unit.states and record.spec.is_trainable]
-        if not trainable:
+        trainable = [record for record in records if record.spec.is_trainable]
+        has_master = "master" in unit.states
+        if not trainable or not (has_master or unit.is_edge):
             return
         self.commit(unit)
         after: dict[str, Ticket | None] = {}  # user code was let in after all transfers from the weights
@@ -205,7 +206,7 @@ class UpdatePolicy(abc.ABC):
         self.operate(
             unit,
             f"user's writes to {unit.name}",
-            lambda: self.arithmetic.reconcile(trainable),
+            (lambda: self.arithmetic.reconcile(trainable)) if has_master else nothing,
             after=after,
             writes=(unit.weights, *unit.states.values()),
         )
@@ -268,3 +269,7 @@ class UpdatePolicy(abc.ABC):
         if size not in self._pools:
             self._pools[size] = GradientPool(self.memory, str(size), size)
         return self._pools[size]
+
+
+def nothing() -> None:
+    """Only the order matters: what follows on the lane runs behind the transfer."""

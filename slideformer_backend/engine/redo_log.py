@@ -142,7 +142,7 @@ class RedoLog(UpdatePolicy):
             if binding is None or binding.rule is None or group is None:
                 continue
             record.predicted = binding.entry(record, ONE)
-            updates.append(Update(record, record.predicted, buffer.slab))
+            updates.append(Update.of(record, record.predicted, buffer.slab))
         return updates
 
     def _take_log(self, unit: Unit) -> list[Update]:
@@ -157,7 +157,7 @@ class RedoLog(UpdatePolicy):
         if unit.logged is None:
             return []
         slab = unit.logged.slab
-        return [Update(record, record.entry, slab) for record in unit.records if record.entry is not None]
+        return [Update.of(record, record.entry, slab) for record in unit.records if record.entry is not None]
 
     def _submit_commit(self, unit: Unit, logged: Sequence[Update], buffer: GradientBuffer) -> None:
         self.operate(

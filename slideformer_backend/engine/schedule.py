@@ -46,6 +46,8 @@ class Schedule:
         starts = phase is not Phase.BACKWARD and (previous is None or previous[0] is not phase)
         if starts:
             self.first = unit
+            if previous is not None and previous[0] is Phase.BACKWARD:
+                self._next.pop(previous, None)  # the backward ended there: nothing to fetch ahead
         elif previous is not None:
             self._next[previous] = current
 

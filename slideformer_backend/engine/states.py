@@ -38,7 +38,7 @@ def allocate_states(unit: Unit, rule: Rule | None, memory: HostMemory, *, in_pla
             unit.states[LOW] = memory.allocate(f"low master halves of {unit.name}", elements * 2, dma=False)
             for record in trainable:
                 _split_exact(record)
-    elif MASTER not in unit.states and not (in_place and kinds == {(torch.float32, torch.float32)}):
+    elif not unit.states.keys() & {MASTER, LOW} and not (in_place and kinds == {(torch.float32, torch.float32)}):
         unit.states[MASTER] = memory.allocate(f"master of {unit.name}", elements * 4, dma=False)
         for record in trainable:
             kernels.widen(record.weight_array(), record.weight_kind, record.state_array(MASTER))
@@ -106,6 +106,28 @@ def load_states(record: ParamRecord, state: Mapping[str, Any], names: tuple[str,
         record.state_array(MASTER)[:] = flat
         kernels.reconcile(record.state_array(MASTER), record.weight_array(), record.weight_kind)
         unit.weights_are = Weights.CURRENT
+
+
+def join_master(record: ParamRecord) -> torch.Tensor:
+    """The fp32 master of a settled record as a tensor to step: the master itself, or the joined halves of a split one."""
+    unit = record.unit
+    if unit.updates_on_device:
+        on_device = record.device_states.get(MASTER)
+        return plain(record.parameter) if on_device is None else on_device.view(record.spec.shape)
+    if LOW in unit.states:
+        joined = np.empty(record.numel, np.float32)
+        kernels.join(record.weight_array(), low_array(record), joined)
+        return torch.from_numpy(joined).view(record.spec.shape)
+    if MASTER in unit.states:
+        return unit.states[MASTER].view(torch.float32, record.place.state * 4, record.numel).view(record.spec.shape)
+    return record.weight_view(unit.weights.flat)
+
+
+def split_master(record: ParamRecord, master: torch.Tensor) -> None:
+    """Take a stepped tensor of :func:`join_master` back into a split master; others were stepped in place."""
+    if LOW in record.unit.states:
+        flat = np.ascontiguousarray(master.detach().reshape(-1).numpy())
+        kernels.split(flat, record.weight_array(), low_array(record))
 
 
 def _split_exact(record: ParamRecord) -> None:

@@ -64,7 +64,6 @@ class Stepper:
 
     def step(self, binding: Binding) -> None:
         """One ``step()`` of a bound optimizer: log it, drop it, or let the optimizer run as itself."""
-        binding.assign()
         binding.was_skipped = False
         records = [record for record, _ in binding.records()]
         for unit in {record.unit for record in records if record.unit.is_edge}:
@@ -91,10 +90,8 @@ class Stepper:
         if isinstance(self._policy, RedoLog):
             self._policy.is_clipping = any(record.coefficient != ONE for record in present)
         for unit in {record.unit for record in present if record.unit.is_edge and not record.unit.updates_on_device}:
-            if unit.gradient is None:
-                self._edges.consumed(unit)
-            else:
-                self._edges.send_weights(unit, [record for record in present if record.unit is unit])
+            self._edges.drop_spent(unit)
+            self._edges.send_weights(unit, [record for record in present if record.unit is unit])
 
     def measure(self, units: Iterable[Unit]) -> None:
         """The sums of squares of these units' gradients are known when this returns."""

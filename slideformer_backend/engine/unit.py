@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..errors import UnsupportedError
 from ..optim.rules import Rule
 from ..plan import UnitLayout
 from ..plan.layout import ParamSpec, Place
@@ -72,8 +73,12 @@ class Entry(NamedTuple):
     coefficient: np.float32
 
 
+class _WeaklyReferable:
+    __slots__ = ("__weakref__",)
+
+
 @dataclass(eq=False, slots=True)
-class ParamRecord:
+class ParamRecord(_WeaklyReferable):
     """One parameter of a unit.
 
     ``entry`` is the logged, uncommitted update; ``predicted`` the update that the working weights already contain and
@@ -120,17 +125,13 @@ class ParamRecord:
         """Whether the tensor shown outside the window is the fp32 master and not the working weight."""
         return self.spec.working != self.spec.dtype
 
-    def weight_array(self) -> NDArray[Any]:
-        """The host working weights, flat."""
-        return numpy_view(self.unit.weights.view(self.spec.working, self.place.weight, self.numel))
+    def weight_array(self, count: int | None = None) -> NDArray[Any]:
+        """The host working weights, flat; ``count`` elements from there on, when that is more than this parameter."""
+        return numpy_view(self.unit.weights.view(self.spec.working, self.place.weight, count or self.numel))
 
-    def state_array(self, name: str) -> NDArray[np.float32]:
-        """One fp32 state array (``master`` included), flat."""
-        return numpy_view(self.unit.states[name].view(torch.float32, self.place.state * 4, self.numel))
-
-    def state_arrays(self, names: tuple[str, ...]) -> tuple[NDArray[np.float32], ...]:
-        """Several state arrays, flat."""
-        return tuple(self.state_array(name) for name in names)
+    def state_array(self, name: str, count: int | None = None) -> NDArray[np.float32]:
+        """One fp32 state array (``master`` included), flat; ``count`` as for ``weight_array``."""
+        return numpy_view(self.unit.states[name].view(torch.float32, self.place.state * 4, count or self.numel))
 
     def gradient_view(self, flat: torch.Tensor) -> torch.Tensor:
         """This parameter's part of a flat gradient buffer or slot, in the parameter's shape and dtype."""
@@ -210,3 +211,13 @@ class Unit:
     def exposed(self) -> list[ParamRecord]:
         """The parameters that user code may have written since their last use."""
         return [record for record in self.records if record.is_exposed]
+
+    def refuse_unfrozen(self) -> None:
+        """Raise UnsupportedError for a parameter that was frozen when its memory was laid out and is no longer."""
+        for record in self.records:
+            if record.parameter.requires_grad and not record.spec.is_trainable:
+                raise UnsupportedError(
+                    f"{record.name} was frozen when the model was prepared and has been unfrozen since; it has no place"
+                    " for a gradient.",
+                    remedy="unfreeze before accelerator.prepare(), or free_memory() and prepare again",
+                )

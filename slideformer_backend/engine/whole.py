@@ -9,6 +9,7 @@ import torch
 
 from .edges import device_gradient
 from .guard import plain
+from .states import join_master, split_master
 from .unit import ParamRecord
 
 
@@ -30,13 +31,14 @@ def as_masters(records: Sequence[ParamRecord]) -> Iterator[None]:
                 kept.append((record, parameter.data, device_gradient(record)))
                 parameter.grad = None
             parameter.__class__ = record.own_class
-            parameter.data = _master(record)
+            parameter.data = join_master(record)
             parameter.grad = gradient.float()
         yield
     finally:
         for record, data, device_held in kept:
             parameter = record.parameter
             parameter.grad = None
+            split_master(record, parameter.data)
             parameter.data = data
             parameter.grad = device_held
             parameter.__class__ = record.guarded_class
@@ -48,14 +50,3 @@ def _gradient(record: ParamRecord) -> torch.Tensor | None:
         return None if gradient is None else plain(gradient)
     buffer = record.unit.gradient
     return None if buffer is None else record.gradient_view(buffer.slab.flat)
-
-
-def _master(record: ParamRecord) -> torch.Tensor:
-    unit = record.unit
-    if unit.updates_on_device:
-        master = record.device_states.get("master")
-        return plain(record.parameter) if master is None else master.view(record.spec.shape)
-    if "master" not in unit.states:
-        return record.weight_view(unit.weights.flat)
-    flat = unit.states["master"].view(torch.float32, record.place.state * 4, record.numel)
-    return flat.view(record.spec.shape)

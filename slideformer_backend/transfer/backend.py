@@ -10,12 +10,14 @@ import torch
 
 from ..errors import UnsupportedError
 from ..storage import Tracked
+from ..trace import Recorder
 from .lane import Lane
 from .monitor import Monitor
 from .ticket import Ticket
 
 HOST = "main"
 COMPUTE = "compute"
+HOST_TRACK = "training thread"
 
 
 class Backend(Protocol):
@@ -35,6 +37,19 @@ class Backend(Protocol):
     update: Lane
     monitor: Monitor | None
     waited: Counter[str]
+    recorder: Recorder | None
+
+    def record(self, recorder: Recorder | None) -> None:
+        """Trace what is done from now on; None: no more."""
+
+    def begin(self, what: str, unit: str) -> None:
+        """For the trace: compute issued from now on is ``what`` (forward, recompute, backward) of ``unit``."""
+
+    def end(self, what: str, unit: str) -> None:
+        """See ``begin``."""
+
+    def step(self) -> None:
+        """For the trace: ``optimizer.step()`` is called now."""
 
     def mark(self, name: str) -> Ticket:
         """A ticket for all compute issued so far on the caller's current stream."""
@@ -67,13 +82,34 @@ class _BackendBase:
         self.norms = Lane("norms", monitor=monitor)
         self.update = Lane("update", monitor=monitor)
         self.waited: Counter[str] = Counter()
+        self.recorder: Recorder | None = None
+
+    def record(self, recorder: Recorder | None) -> None:
+        self.recorder = recorder
+        for lane in self._lanes():
+            lane.recorder = recorder
+
+    def begin(self, what: str, unit: str) -> None:
+        if self.recorder is not None:
+            self.recorder.begin(what, unit)
+
+    def end(self, what: str, unit: str) -> None:
+        if self.recorder is not None:
+            self.recorder.end(what, unit)
+
+    def step(self) -> None:
+        if self.recorder is not None:
+            self.recorder.step()
 
     def synchronize(self, wait_name: str, ticket: Ticket | None) -> None:
         if ticket is None or not self._observed(HOST, wait_name, ticket):
             return
         start = time.perf_counter()
         ticket.synchronize()
-        self.waited[wait_name] += time.perf_counter() - start  # type: ignore[assignment]  # a Counter of seconds
+        end = time.perf_counter()
+        self.waited[wait_name] += end - start  # type: ignore[assignment]  # a Counter of seconds
+        if self.recorder is not None:
+            self.recorder.span(HOST_TRACK, wait_name, start, end, kind="wait")
         if self.monitor is not None:
             self.monitor.merge(HOST, ticket)
 
@@ -83,15 +119,20 @@ class _BackendBase:
             self.monitor.access(COMPUTE, what, reads, writes)
 
     def busy(self) -> dict[str, float]:
-        return {lane.name: lane.busy_seconds for lane in (self.h2d, self.d2h, self.norms, self.update)}
+        return {lane.name: lane.busy_seconds for lane in self._lanes()}
 
     def touch_host(self, what: str, *, reads: tuple[Tracked, ...] = (), writes: tuple[Tracked, ...] = ()) -> None:
         if self.monitor is not None:
             self.monitor.access(HOST, what, reads, writes)
 
     def close(self) -> None:
-        for lane in (self.h2d, self.d2h, self.norms, self.update):
+        for lane in self._lanes():
             lane.close()
+        if self.recorder is not None:
+            self.recorder.close()
+
+    def _lanes(self) -> tuple[Lane, ...]:
+        return self.h2d, self.d2h, self.norms, self.update
 
     def _observed(self, actor: str, wait_name: str, ticket: Ticket) -> bool:
         return self.monitor is None or self.monitor.wait(actor, wait_name, ticket)
@@ -115,11 +156,15 @@ class CudaBackend(_BackendBase):
     def order(self, wait_name: str, ticket: Ticket | None) -> None:
         if ticket is None or not self._observed(COMPUTE, wait_name, ticket):
             return
+        recorder = self.recorder
+        mark = recorder.mark_compute() if recorder is not None else 0.0
         start = time.perf_counter()
         ticket.wait_issued()
         self.waited[wait_name] += time.perf_counter() - start  # type: ignore[assignment]  # a Counter of seconds
         if ticket.event is not None:
             torch.cuda.current_stream(self.device).wait_event(ticket.event)
+        if recorder is not None:
+            recorder.span(COMPUTE, wait_name, mark, recorder.mark_compute(), kind="wait")
         if self.monitor is not None:
             self.monitor.merge(COMPUTE, ticket)
 
@@ -143,7 +188,10 @@ class CpuBackend(_BackendBase):
             return
         start = time.perf_counter()
         ticket.synchronize()
-        self.waited[wait_name] += time.perf_counter() - start  # type: ignore[assignment]  # a Counter of seconds
+        end = time.perf_counter()
+        self.waited[wait_name] += end - start  # type: ignore[assignment]  # a Counter of seconds
+        if self.recorder is not None:
+            self.recorder.span(HOST_TRACK, wait_name, start, end, kind="wait")
         if self.monitor is not None:  # as on CUDA: compute is behind the ticket, the host is not
             self.monitor.merge(COMPUTE, ticket)
 

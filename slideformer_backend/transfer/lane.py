@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..storage import Tracked
+from ..trace import Recorder
 from .monitor import Monitor
 from .ticket import Ticket
 
@@ -48,10 +49,17 @@ class Lane:
         self.stream = stream
         self.monitor = monitor
         self.busy_seconds = 0.0
-        self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self.recorder: Recorder | None = None
+        self._begin()
         self._thread: threading.Thread | None = None
         self._in_flight: collections.deque[Ticket] = collections.deque()
         _LANES.add(self)
+
+    def _begin(self) -> None:
+        self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        # a lane that nobody holds any more ends its thread
+        self._stop = weakref.finalize(self, self._queue.put, None)
+        self._stop.atexit = False
 
     def submit(
         self,
@@ -101,12 +109,14 @@ class Lane:
     def forget_thread(self) -> None:
         """In a forked child: the thread did not survive, and what was queued belongs to the parent."""
         self._thread = None
-        self._queue = queue.SimpleQueue()
+        self._stop.detach()
+        self._begin()
         self._in_flight.clear()
 
     def execute(self, job: _Job) -> None:
         """Run one piece of work; never raises."""
         event = None
+        recorder = self.recorder
         try:
             if self.monitor is not None:
                 self.monitor.start(self.name, job.origin)
@@ -120,10 +130,15 @@ class Lane:
                 job.run()
             else:
                 with torch.cuda.stream(self.stream):
+                    begun = recorder.mark(self.stream) if recorder is not None else None
                     job.run()
-                    event = torch.cuda.Event(blocking=True)
+                    event = torch.cuda.Event(blocking=True, enable_timing=recorder is not None)
                     event.record(self.stream)
-            self.busy_seconds += time.perf_counter() - start
+            end = time.perf_counter()
+            self.busy_seconds += end - start
+            if recorder is not None:
+                begin, over = (start, end) if event is None or begun is None else (begun, event)
+                recorder.span(self.name, job.ticket.name, begin, over, nbytes=_moved(job, is_copy=event is not None))
         except BaseException as error:  # the ticket carries it to whoever waits
             job.ticket.issue(error=error)
             return
@@ -138,12 +153,16 @@ class Lane:
     def _follow(self, wait_name: str, ticket: Ticket) -> None:
         if self.monitor is not None and not self.monitor.wait(self.name, wait_name, ticket):
             return
+        recorder = self.recorder
+        start = recorder.mark(self.stream) if recorder is not None else None
         ticket.wait_issued()
         if ticket.event is not None:
             if self.stream is not None:
                 self.stream.wait_event(ticket.event)
             else:
                 ticket.event.synchronize()
+        if recorder is not None and start is not None:
+            recorder.span(self.name, wait_name, start, recorder.mark(self.stream), kind="wait")
         if self.monitor is not None:
             self.monitor.merge(self.name, ticket)
 
@@ -151,6 +170,15 @@ class Lane:
         self._in_flight.append(ticket)
         while len(self._in_flight) > 1 and self._in_flight[0].is_complete:
             self._in_flight.popleft().keep = None
+
+
+def _moved(job: _Job, *, is_copy: bool) -> int:
+    """Bytes that a piece of work moves: a copy no more than its smaller side, arithmetic all that it touches."""
+    read = sum(buffer.flat.numel() for buffer in job.reads)
+    written = sum(buffer.flat.numel() for buffer in job.writes)
+    if is_copy:
+        return min(read, written) if job.reads and job.writes else max(read, written)
+    return read + 2 * written if job.reads else written
 
 
 _LANES: weakref.WeakSet[Lane] = weakref.WeakSet()

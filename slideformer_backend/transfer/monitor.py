@@ -63,12 +63,12 @@ class Monitor:
     def fork(self, actor: str) -> dict[str, int]:
         """The clock that work submitted by ``actor`` now starts from."""
         with self._lock:
-            return dict(self._tick(actor))
+            return self._publish(actor)
 
     def issue(self, issuer: str, actor: str) -> None:
         """``issuer`` issues work of ``actor``: what it has done and waited for is before that work. Not the reverse."""
         with self._lock:
-            self._join(self._clock(actor), self._tick(issuer))
+            self._join(self._clock(actor), self._publish(issuer))
 
     def start(self, actor: str, origin: dict[str, int] | None) -> None:
         """A lane starts an operation that was submitted at clock ``origin``."""
@@ -84,7 +84,7 @@ class Monitor:
     def finish(self, actor: str, ticket: Ticket) -> None:
         """An operation of ``actor`` is over: its ticket carries the clock."""
         with self._lock:
-            ticket.clock = dict(self._tick(actor))
+            ticket.clock = self._publish(actor)
 
     def access(self, actor: str, what: str, reads: Iterable[Tracked] = (), writes: Iterable[Tracked] = ()) -> None:
         """Record accesses of ``actor``; raises StateError on one that nothing orders."""
@@ -121,6 +121,12 @@ class Monitor:
 
     def _clock(self, actor: str) -> dict[str, int]:
         return self._clocks.setdefault(actor, {actor: 1})
+
+    def _publish(self, actor: str) -> dict[str, int]:
+        # what the actor does next is later than what it publishes now
+        published = dict(self._clock(actor))
+        self._tick(actor)
+        return published
 
     def _tick(self, actor: str) -> dict[str, int]:
         clock = self._clock(actor)

@@ -11,13 +11,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = {"slideformer_backend": ".", "integrations": "slideformer_backend", "kernels": "slideformer_backend"}
+PACKAGES = {
+    "slideformer_backend": ".",
+    "benchmarks/harness": "slideformer_backend",
+    "integrations": "slideformer_backend",
+    "kernels": "slideformer_backend",
+}
 
 USE = """
 import importlib, importlib.metadata, os
 import slideformer_backend
 from slideformer_backend import SlideFormerConfig
-for name in ("integrations.session", "integrations.hooks", "kernels", "cli", "run"):
+for name in ("integrations.session", "integrations.hooks", "kernels", "cli", "run", "benchmarks.harness.spec"):
     importlib.import_module("slideformer_backend." + name)
 points = [point for point in importlib.metadata.entry_points(group="torch.backends")]
 ours = [point.load() for point in points if point.name == "slideformer_backend"]
@@ -52,7 +57,7 @@ def source(tmp_path_factory):
     """A copy of the source tree, so that builds leave nothing in it."""
     folder = tmp_path_factory.mktemp("source") / "repository"
     folder.mkdir()
-    for name in ("slideformer_backend", "integrations", "kernels"):
+    for name in PACKAGES:
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("setup.cfg", "pyproject.toml", "MANIFEST.in", "LICENSE", "README.md", "CHANGELOG.md"):
         if (ROOT / name).exists():

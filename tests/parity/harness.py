@@ -34,6 +34,7 @@ class Run:
     policy: str = "exact"
     seen: list = field(default_factory=list)
     is_last: bool = True
+    is_split: bool = False
 
     @property
     def is_managed(self) -> bool:
@@ -49,8 +50,12 @@ class Run:
         if self.engine is not None:
             self.engine.bind(optimizer)
         else:
-            step_on_masters(optimizer, half_up=self.policy == "immediate")
+            step_on_masters(optimizer, half_up=self.has_split_masters(optimizer))
         return optimizer
+
+    def has_split_masters(self, optimizer):
+        """Whether bf16 weights are the upper half of a split master, which rounds halves up (DESIGN 5)."""
+        return self.is_split or (self.policy == "immediate" and rule_for(optimizer) is not None)
 
     def forward(self, *args, **kwargs):
         with self.cast():
@@ -97,12 +102,10 @@ class Run:
 def step_on_masters(optimizer, *, half_up=False):
     """The reference: the optimizer itself, on fp32 host masters. On CPU and fp32 this is the optimizer itself.
 
-    A weight that user code wrote since the last step is taken over by its master. ``half_up``: bf16 weights are the
-    upper half of a split master, which rounds halves up (DESIGN 5), where there is a fused rule.
+    A weight that user code wrote since the last step is taken over by its master.
     """
     plain_step = optimizer.step
     masters = {}
-    half_up = half_up and rule_for(optimizer) is not None
 
     def rounded(master, dtype):
         if half_up and dtype == torch.bfloat16:

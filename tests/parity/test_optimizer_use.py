@@ -69,6 +69,7 @@ def test_two_optimizers(device, policy, dtype, second):
     }[second]
 
     def script(run):
+        run.is_split = run.policy == "immediate"  # both optimizers, since they share units
         groups = decay_groups(run.model)
         optimizers = [
             run.optimizer(torch.optim.AdamW, groups[0]["params"], **ADAMW),
@@ -100,13 +101,50 @@ def test_alternating_optimizers(device, dtype):
     check(llama(dtype), script, device)
 
 
-def test_two_optimizers_over_the_same_parameters(device):
+def test_two_optimizers_over_the_same_parameters_are_refused(device):
     def script(run):
         pair = [run.optimizer(torch.optim.AdamW, **ADAMW), run.optimizer(torch.optim.SGD, lr=0.1, fused=True)]
-        for number in range(4):
-            one_step(run, pair[: 1 + number % 2], number)
+        one_step(run, [pair[1]], 0)
+        with pytest.raises(UnsupportedError, match="two optimizers"):
+            one_step(run, [pair[0]], 1)
 
-    check(stack(), script, device)
+    run_managed(stack(), script, device)
+
+
+@each_policy
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_new_optimizer_starts_afresh(device, policy, keeps):
+    def script(run):
+        kept = []
+        for cls, options in [
+            (torch.optim.AdamW, ADAMW),
+            (torch.optim.AdamW, ADAMW),
+            (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "fused": True}),
+            (torch.optim.Adagrad, {"lr": 1e-2}),
+            (torch.optim.AdamW, ADAMW),
+        ]:
+            optimizer = run.optimizer(cls, **options)
+            steps(run, optimizer, 2)
+            kept.append(optimizer)
+            if not keeps:
+                kept.clear()
+
+    check(llama(), script, device, policy=policy)
+
+
+@each_policy
+@each_dtype
+def test_a_unit_added_later(device, policy, dtype):
+    def script(run):
+        layer = list(run.model.model.layers[1].parameters())
+        rest = [p for p in run.model.parameters() if not any(p is other for other in layer)]
+        optimizer = run.optimizer(torch.optim.AdamW, rest, **ADAMW)
+        steps(run, optimizer, 2)
+        run.model.zero_grad()
+        optimizer.add_param_group({"params": layer, "lr": 1e-3})
+        steps(run, optimizer, 2, first=2)
+
+    check(llama(dtype), script, device, policy=policy)
 
 
 @each_policy

@@ -1,6 +1,7 @@
 """Events of a training script. Each acts on one side and returns what a script could see; both sides must agree.
 
-An event is a name and a seed: the seed fixes its choices, so that a sequence can be replayed on both sides, and shortened.
+An event is a name and a seed. The seed fixes its choices, so that a sequence can be replayed on both sides, and
+shortened.
 """
 
 from __future__ import annotations
@@ -41,8 +42,7 @@ def _forward(side: Side, random: Random, **options) -> torch.Tensor:
 
 
 def _some(side: Side, random: Random, *, with_gradient: bool = False) -> list[nn.Parameter]:
-    chosen = [p for p in side.trainable if random.random() < 0.3]
-    return [p for p in chosen if p.grad is not None] if with_gradient else chosen
+    return [p for p in side.trainable if random.random() < 0.3 and not (with_gradient and p.grad is None)]
 
 
 @event
@@ -170,19 +170,13 @@ def _zero(side: Side, to_none: bool) -> None:
 
 @event
 def zero_none(side: Side, random: Random) -> Seen:
-    random.choice(side.optimizers).zero_grad()
+    random.choice([side.model, *side.optimizers]).zero_grad()
     return []
 
 
 @event
 def zero_false(side: Side, random: Random) -> Seen:
     random.choice(side.optimizers).zero_grad(set_to_none=False)
-    return []
-
-
-@event
-def zero_model(side: Side, random: Random) -> Seen:
-    side.model.zero_grad()
     return []
 
 
@@ -275,7 +269,7 @@ def not_finite(side: Side, random: Random) -> Seen:
 @event
 def write_weights(side: Side, random: Random) -> Seen:
     parameters = _some(side, random)
-    how = random.randrange(4)
+    side.memory["has_written"], how = True, random.randrange(4)
     with torch.no_grad():
         for parameter in parameters:
             if how == 0:
@@ -292,13 +286,19 @@ def write_weights(side: Side, random: Random) -> Seen:
 
 @event
 def write_edges(side: Side, random: Random) -> Seen:
-    parameter = side.model.inp.weight
+    parameter, side.memory["has_written"] = side.model.inp.weight, True
     with torch.no_grad():
         if random.random() < 0.5:
             parameter.data.mul_(0.5)
         else:
             parameter.mul_(0.75)
     side.wrote([parameter])
+    return []
+
+
+@event
+def move(side: Side, random: Random) -> Seen:
+    side.move(random.randrange(BLOCKS))
     return []
 
 
@@ -322,7 +322,7 @@ def read(side: Side, random: Random) -> Seen:
     seen: Seen = []
     for parameter in _some(side, random):
         how = random.randrange(3)
-        seen.append(parameter.norm() if how == 0 else parameter.data.clone() if how == 1 else parameter.detach().clone())
+        seen.append((parameter.norm, parameter.data.clone, parameter.detach().clone)[how]())
     return [tensor.detach() for tensor in seen]
 
 
@@ -334,15 +334,18 @@ def read_gradients(side: Side, random: Random) -> Seen:
 
 @event
 def save(side: Side, random: Random) -> Seen:
+    side.memory["has_written"] = False
     side.memory["model"] = {name: value.clone() for name, value in side.model.state_dict().items()}
     return list(side.memory["model"].values())
 
 
 @event
 def load(side: Side, random: Random) -> Seen:
-    if "model" in side.memory:
-        side.model.load_state_dict(side.memory["model"])
-        side.wrote(side.trainable)
+    # an edge weight written and put back before the engine looks keeps its master: only the last value counts
+    edges = () if side.memory.get("has_written") else ("inp.", "out.")
+    saved = {n: v for n, v in side.memory.get("model", {}).items() if n.startswith(("blocks.", *edges))}
+    side.model.load_state_dict(saved, strict=False)
+    side.wrote([p for n, p in side.model.named_parameters() if n in saved])
     return []
 
 

@@ -67,6 +67,9 @@ class Side:
     def wrote(self, parameters: list[nn.Parameter]) -> None:
         """Weights were written by user code."""
 
+    def move(self, number: int) -> None:
+        """The planner makes a unit resident."""
+
     def states(self) -> list[dict[str, Any]]:
         """Optimizer states as torch's format."""
         return [optimizer.state_dict()["state"] for optimizer in self.optimizers]
@@ -98,9 +101,19 @@ class EngineSide(Side):
     def step(self, number: int) -> None:
         self.optimizers[number].step()
 
+    def move(self, number: int) -> None:
+        engine = self.engine
+        units = [unit for unit in engine.sliding if unit.index == number]
+        engine.backward.finish_outside()
+        if units and engine.residency.can_move(units[0]) and engine.config.update == "exact":
+            engine.move_to_device(units[0])
+
 
 class _State:
-    def __init__(self, parameter: nn.Parameter, names: tuple[str, ...]) -> None:
+    """Master and moments of one parameter; ``is_split``: weights are rounded half up, as a split master's high half."""
+
+    def __init__(self, parameter: nn.Parameter, names: tuple[str, ...], is_split: bool) -> None:
+        self.is_split = is_split
         self.parameter = parameter
         self.kind = KINDS[parameter.dtype]
         self.master = parameter.detach().float().reshape(-1).clone().numpy()
@@ -111,17 +124,38 @@ class _State:
     def weights(self) -> np.ndarray:
         return numpy_view(self.parameter.detach().view(-1))
 
+    def round(self) -> None:
+        """Weights from the master."""
+        if self.is_split:
+            kernels.split(self.master, self.weights, np.empty_like(self.weights))
+        else:
+            kernels.round_into(self.master, self.weights, self.kind)
+
+    def reconcile(self) -> None:
+        """The master of what was written to the weights."""
+        if self.is_split:
+            high, low = np.empty_like(self.weights), np.empty_like(self.weights)
+            kernels.split(self.master, high, low)
+            kernels.reconcile_split(high, self.weights, low)
+            kernels.join(self.weights, low, self.master)
+        else:
+            kernels.reconcile(self.master, self.weights, self.kind)
+
 
 class PlainSide(Side):
     """The reference."""
 
-    def __init__(self, kind: str, seed: int, optimizers: int, rule: str, nonfinite: str = "skip") -> None:
+    def __init__(
+        self, kind: str, seed: int, optimizers: int, rule: str, nonfinite: str = "skip", update: str = "exact"
+    ) -> None:
         super().__init__(kind, seed, optimizers, rule)
         self._skips = nonfinite == "skip"
         self._rule = rule_for(self.optimizers[0])
-        self._states = {id(p): _State(p, self._rule.state_names) for p in self.trainable}
-        self._order = {id(p): ("blocks." not in name, index) for index, (name, p) in enumerate(
-            self.model.named_parameters())}
+        is_split = update == "immediate" and kind == "bfloat16"
+        self._states = {id(p): _State(p, self._rule.state_names, is_split) for p in self.trainable}
+        self._order = {
+            id(p): ("blocks." not in name, index) for index, (name, p) in enumerate(self.model.named_parameters())
+        }
         self.skipped = 0
 
     def clip(self, parameters: list[nn.Parameter], max_norm: float) -> torch.Tensor:
@@ -148,13 +182,13 @@ class PlainSide(Side):
             moments = tuple(state.moments[name] for name in self._rule.states_used(group))
             scalars = self._rule.scalars(group, state.steps)
             kernels.commit(self._rule, state.master, moments, _gradient(parameter), state.kind, ONE, scalars)
-            kernels.round_into(state.master, state.weights, state.kind)
+            state.round()
 
     def wrote(self, parameters: list[nn.Parameter]) -> None:
         for parameter in parameters:
             state = self._states.get(id(parameter))
             if state is not None:
-                kernels.reconcile(state.master, state.weights, state.kind)
+                state.reconcile()
 
     def states(self) -> list[dict[str, Any]]:
         made = []
@@ -175,7 +209,7 @@ class PlainSide(Side):
                     moment[:] = given[name].reshape(-1).numpy() if name in given else 0
                 if "master" in given:
                     state.master[:] = given["master"].reshape(-1).numpy()
-                    kernels.reconcile(state.master, state.weights, state.kind)
+                    state.reconcile()
 
     def _export(self, parameter: nn.Parameter) -> dict[str, Any]:
         state = self._states[id(parameter)]

@@ -67,9 +67,7 @@ class SimulatedLane(Lane):
         self.is_busy = False
         scheduler.lanes.append(self)
 
-    def submit(
-        self, name, run, *, submitter="main", after=None, reads=(), writes=(), keep: Any = None
-    ) -> Ticket:
+    def submit(self, name, run, *, submitter="main", after=None, reads=(), writes=(), keep: Any = None) -> Ticket:
         ticket = SimulatedTicket(name, self)
         ticket.keep = keep
         origin = self.monitor.fork(submitter) if self.monitor is not None else None

@@ -18,6 +18,8 @@ DIRECTED: tuple[tuple[str, ...], ...] = (
     ("train", "backward", "evaluate", "step_all", "train"),
     ("train", "write_edges", "backward_last", "write_edges", "write_edges", "step_all", "train"),
     ("backward_last", "write_edges", "step_all", "train"),
+    ("train", "move", "train", "clip_all", "train", "clipped", "backward", "clip_all", "clip_all", "step_all"),
+    ("train", "move", "move", "backward", "clip_all", "scale_gradient", "clip_all", "step_all"),
     ("train", "hyperparameters", "train", "backward", "zero_false", "backward", "step_all"),
 )
 
@@ -35,4 +37,6 @@ def workload() -> list[tuple[Events, Setting]]:
     for seed in range(6):
         setting = random_setting(seed, update="immediate", optimizers=1, nonfinite="as_plain", poison=seed != 2)
         made.append((random_events(seed, 10, IMMEDIATE), setting))
+        names = ("train", "assign_gradient", "step_all", "zero_none", "train")
+        made.append((tuple((name, seed + place) for place, name in enumerate(names)), setting))
     return made

@@ -1,0 +1,313 @@
+"""Speed, memory and error of the kernels on this GPU, against plain torch, torch.compile and Liger (if installed).
+
+    python benchmarks/kernel_speed.py                          # the table; --json FILE keeps the figures
+    python benchmarks/kernel_speed.py --autotune-report        # also launch parameters, and the parts of LCE
+
+Device time between CUDA events, median of many repeats over fresh random inputs; the launches of a repeat are queued
+behind a pause, so that the host's speed does not count. Memory-bound rows give the fewest possible bytes over the time,
+as a share of the copy bandwidth of the same run; linear cross-entropy gives its time over that of its three products.
+(Not named kernels.py: scripts in this folder import transformers, which looks for a module of that name.)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+
+import kernel_tuning
+from kernel_timing import (
+    BF16,
+    DEVICE,
+    IS_REAL,
+    TOKENS,
+    Bench,
+    Head,
+    Row,
+    copy_bandwidth,
+    median_ms,
+    randn,
+    relative_error,
+)
+
+# -- linear cross-entropy ----------------------------------------------------------------------------------------------
+
+
+def torch_loss(h: torch.Tensor, w: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    """As Hugging Face's models compute it."""
+    return torch.nn.functional.cross_entropy((h @ w.t()).float(), t)
+
+
+def heads(bench: Bench, sizes: list[tuple[int, int]]) -> None:
+    """Rows of linear cross-entropy; share is the time over that of the three products."""
+    from slideformer_backend.kernels.linear_cross_entropy import linear_cross_entropy
+
+    def liger() -> Callable[..., torch.Tensor]:
+        from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as Function
+
+        return lambda h, w, t: Function.apply(h, w, t)[0]
+
+    for tokens, hidden in sizes:
+        what = f"LCE {tokens} x {hidden}"
+        head = Head(tokens, hidden)
+        repeats = 7 if tokens > 10_000 else 15
+        base = bench.add(what, "three products", lambda r, h=head, n=repeats: h.measure(r, h.products, None, n)).ms
+
+        def ours(row: Row, head: Head = head, base: float | None = base, repeats: int = repeats) -> None:
+            head.measure(row, lambda n: head.step(linear_cross_entropy, n), base, repeats)
+            row.error = head_error(head, linear_cross_entropy)
+
+        bench.add(what, "ours", ours)
+
+        def ligers(row: Row, head: Head = head, base: float | None = base, repeats: int = repeats) -> None:
+            function = liger()
+            head.measure(row, lambda n: head.step(function, n), base, repeats)
+
+        bench.add(what, "Liger", ligers)
+
+        def plain(row: Row, head: Head = head, base: float | None = base) -> None:
+            head.measure(row, lambda n: head.step(torch_loss, n), base, 5)
+            row.error = head_error(head, torch_loss)
+
+        bench.add(what, "torch", plain)
+        del head
+
+
+def compiled_head(bench: Bench, tokens: int, hidden: int) -> None:
+    """Row of linear cross-entropy under torch.compile; it takes seconds to compile and so comes late."""
+    head = Head(tokens, hidden)
+    base = median_ms(head.products, 9, 8_000_000)
+    compiled = torch.compile(torch_loss, dynamic=False)
+    bench.add(
+        f"LCE {tokens} x {hidden}",
+        "torch.compile",
+        lambda row: head.measure(row, lambda n: head.step(compiled, n), base, 5),
+    )
+
+
+def head_error(head: Head, loss_of: Callable[..., torch.Tensor]) -> float:
+    """Largest relative error of both gradients against fp32 products, over the first 2,048 tokens."""
+    h, t = head.h[0][:2048].detach(), head.t[0][:2048]
+    leaves = [h.clone().requires_grad_(), head.w.detach().clone().requires_grad_()]
+    wide = [leaf.detach().float().requires_grad_() for leaf in leaves]
+    found = torch.autograd.grad(loss_of(*leaves, t), leaves)
+    truth = torch.autograd.grad(torch_loss(*wide, t), wide)
+    return max(relative_error(a, b) for a, b in zip(found, truth, strict=True))
+
+
+# -- memory-bound kernels ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Layer:
+    """An operation, the bytes that it must move at least, and its competitors by name."""
+
+    name: str
+    inputs: Callable[[], list[torch.Tensor]]
+    wanted: int
+    forward_bytes: int
+    backward_bytes: int
+    ways: dict[str, Callable[[], Callable[..., object]]]
+
+
+def layers() -> list[Layer]:
+    """The operations at the sizes of an 8B model (and 3B for the norm)."""
+    from slideformer_backend.kernels.gated import geglu, swiglu
+    from slideformer_backend.kernels.rms_norm import rms_norm, rms_norm_add
+    from slideformer_backend.kernels.rotary import rotary
+
+    functional = torch.nn.functional
+
+    def plain_norm(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        return w * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+    def plain_add(x: torch.Tensor, r: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return plain_norm(x + r, w), x + r
+
+    def plain_swiglu(g: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+        return functional.silu(g) * u
+
+    def plain_geglu(g: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+        return functional.gelu(g, approximate="tanh") * u
+
+    def plain_rotary(q: torch.Tensor, k: torch.Tensor, c: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        def half(x: torch.Tensor) -> torch.Tensor:
+            first, second = x.chunk(2, -1)
+            return torch.cat((-second, first), -1)
+
+        c, s = c.unsqueeze(1), s.unsqueeze(1)
+        return q * c + half(q) * s, k * c + half(k) * s
+
+    def liger(module: str, name: str, *extra: object) -> Callable[[], Callable[..., object]]:
+        def load() -> Callable[..., object]:
+            function = getattr(__import__(f"liger_kernel.ops.{module}", fromlist=[name]), name)
+            return lambda *tensors: function.apply(*tensors, *extra)
+
+        return load
+
+    def ways(ours: Callable[..., object], plain: Callable[..., object], **more: object) -> dict:
+        return {"ours": lambda: ours, **more, "torch": lambda: plain, "torch.compile": lambda: torch.compile(plain)}
+
+    def rows(*widths: int) -> list[torch.Tensor]:
+        return [randn(TOKENS, width) for width in widths]
+
+    def turned() -> list[torch.Tensor]:
+        q, k = (randn(4, TOKENS // 4, heads, 128).transpose(1, 2) for heads in (32, 8))
+        angle = torch.rand(4, TOKENS // 4, 64, device=DEVICE).mul(6.28)
+        angle = torch.cat([angle, angle], -1)
+        return [q, k, angle.cos().to(BF16), angle.sin().to(BF16)]
+
+    unit = 2 * TOKENS
+    found = []
+    for width in (3072, 4096):
+        norm = {"Liger": liger("rms_norm", "LigerRMSNormFunction", 1e-6, 0.0, "llama", False)}
+        found.append(
+            Layer(
+                f"RMSNorm {width}",
+                lambda width=width: [*rows(width), randn(width)],
+                2,
+                2 * unit * width,
+                3 * unit * width,
+                ways(rms_norm, plain_norm, **norm),
+            )
+        )
+    return [
+        *found,
+        Layer(
+            "RMSNorm+add 4096",
+            lambda: [*rows(4096, 4096), randn(4096)],
+            3,
+            4 * unit * 4096,
+            4 * unit * 4096,
+            ways(rms_norm_add, plain_add),
+        ),
+        Layer(
+            "SwiGLU 14336",
+            lambda: rows(14336, 14336),
+            2,
+            3 * unit * 14336,
+            5 * unit * 14336,
+            ways(swiglu, plain_swiglu, Liger=liger("swiglu", "LigerSiLUMulFunction")),
+        ),
+        Layer(
+            "GeGLU 14336",
+            lambda: rows(14336, 14336),
+            2,
+            3 * unit * 14336,
+            5 * unit * 14336,
+            ways(geglu, plain_geglu, Liger=liger("geglu", "LigerGELUMulFunction")),
+        ),
+        Layer(
+            "RoPE 32+8 heads x 128",
+            turned,
+            2,
+            unit * (2 * 40 * 128 + 128),
+            unit * (2 * 40 * 128 + 128),
+            ways(rotary, plain_rotary, Liger=liger("rope", "LigerRopeFunction")),
+        ),
+    ]
+
+
+def measure_layer(bench: Bench, layer: Layer, who: str) -> None:
+    """Forward and backward rows of one way to compute a layer."""
+    state: dict[str, object] = {}
+
+    def forward(row: Row) -> None:
+        function = layer.ways[who]()
+        sets = [layer.inputs() for _ in range(2)]
+        for tensors in sets:
+            for tensor in tensors[: layer.wanted]:
+                tensor.requires_grad_()
+        row.ms = median_ms(lambda n: function(*sets[n % 2]))
+        row.share = layer.forward_bytes / row.ms / 1e9 / bench.copy
+        state["function"], state["sets"] = function, sets
+
+    def backward(row: Row) -> None:
+        function, sets = state["function"], state["sets"]
+        made = []
+        for tensors in sets:
+            outputs = function(*tensors)
+            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+            made.append((outputs, [torch.randn_like(output) for output in outputs], tensors[: layer.wanted]))
+
+        def step(number: int) -> None:
+            outputs, upstream, wanted = made[number % 2]
+            torch.autograd.grad(outputs, wanted, upstream, retain_graph=True)
+
+        row.ms = median_ms(step)
+        row.share = layer.backward_bytes / row.ms / 1e9 / bench.copy
+        if who in ("ours", "torch"):
+            row.error = layer_error(layer, function)
+
+    bench.add(f"{layer.name} forward", who, forward)
+    if state:
+        bench.add(f"{layer.name} backward", who, backward)
+
+
+def measure_layers(bench: Bench, names: tuple[str, ...]) -> None:
+    """Rows of all layers, one way after the other."""
+    for who in names:
+        for layer in layers():
+            if who in layer.ways:
+                measure_layer(bench, layer, who)
+
+
+def layer_error(layer: Layer, function: Callable[..., object]) -> float:
+    """Largest relative error of outputs and gradients against plain torch in fp32."""
+    tensors = layer.inputs()
+    results = []
+    for dtype, way in ((BF16, function), (torch.float32, layer.ways["torch"]())):
+        cast = [tensor.detach().to(dtype) for tensor in tensors]
+        wanted = [tensor.requires_grad_() for tensor in cast[: layer.wanted]]
+        outputs = way(*cast)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        torch.manual_seed(1)
+        upstream = [randn(*output.shape).to(dtype) for output in outputs]
+        results.append([*outputs, *torch.autograd.grad(outputs, wanted, upstream)])
+    return max(relative_error(a.detach(), b.detach()) for a, b in zip(*results, strict=True))
+
+
+def main() -> None:
+    """Run and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="file for all figures")
+    parser.add_argument("--budget", type=float, default=100.0, help="seconds after which rows are left out")
+    parser.add_argument("--autotune-report", action="store_true", help="also try launch parameters")
+    parser.add_argument("--only", choices=("lce", "layers", "tune", "compile"), help="one part alone")
+    args = parser.parse_args()
+    torch.manual_seed(time.time_ns() % 2**31)
+    bench = Bench(args.budget)
+    bench.copy = copy_bandwidth()
+    name = torch.cuda.get_device_name() if IS_REAL else "CPU (a smoke test: figures mean nothing)"
+    print(f"{name}, torch {torch.__version__}, copy {bench.copy:.2f} TB/s", flush=True)
+    parts = (
+        ("lce", "layers", *(("tune",) if args.autotune_report else ()), "compile")
+        if args.only is None
+        else (args.only,)
+    )
+    if "lce" in parts:
+        heads(bench, [(32768, 3072), (8192, 3072), (8192, 4096), (32768, 4096)] if IS_REAL else [(64, 32)])
+    if "layers" in parts:
+        measure_layers(bench, ("ours", "Liger", "torch"))
+    if "tune" in parts:
+        kernel_tuning.report(bench)
+    if "compile" in parts:
+        torch._functorch.config.donated_buffer = False  # backward runs many times over one forward here
+        measure_layers(bench, ("torch.compile",))
+        compiled_head(bench, *((8192, 3072) if IS_REAL else (64, 32)))
+    if args.json:
+        figures = {"device": name, "copy_tb_s": bench.copy}
+        args.json.write_text(json.dumps({**figures, "rows": [asdict(row) for row in bench.rows]}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

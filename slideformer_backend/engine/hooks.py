@@ -1,0 +1,69 @@
+"""Hooks of the engine on parameters and on the model. They hold nothing that would keep an abandoned model alive."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from .driver import UnitForward
+from .unit import ParamRecord
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+
+class _ParameterHook:
+    """Hook of one parameter. The collector cannot see through a tensor's hooks: they refer to the engine weakly."""
+
+    def __init__(self, engine: Engine, record: ParamRecord) -> None:
+        self._engine = weakref.ref(engine)
+        self._record = weakref.ref(record)
+
+
+class BeforeAccumulation(_ParameterHook):
+    """Tensor hook of an edge parameter; runs before autograd adds to its gradient."""
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        engine, record = self._engine(), self._record()
+        if engine is not None and record is not None and record.unit.is_edge and not record.unit.updates_on_device:
+            engine.edges.before_accumulation(record)
+
+
+class Accumulated(_ParameterHook):
+    """Post-accumulate hook."""
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        engine, record = self._engine(), self._record()
+        if engine is None or record is None:
+            return
+        engine.backward.begin()
+        if record.unit.is_edge:
+            engine.edges.accumulated(record, is_last=engine.backward.is_last)
+        else:
+            engine.backward.accumulated(record)
+
+
+class BeforeForward:
+    """Forward pre-hook of the model, through which the model holds its engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = weakref.ref(engine)
+        self._held: Engine | None = engine
+
+    def __call__(self, model: nn.Module, args: object) -> None:
+        for module in model.modules():  # units are recomputed by the engine; Hugging Face would recompute them again
+            if module.__dict__.get("gradient_checkpointing") and isinstance(
+                getattr(module.forward, "__func__", None), UnitForward
+            ):
+                module.__dict__["gradient_checkpointing"] = False
+        engine = self._engine()
+        if engine is not None and model is engine.model and torch.is_grad_enabled():
+            engine.begin_forward()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BeforeForward:
+        copied = object.__new__(type(self))
+        copied._engine, copied._held = self._engine, None
+        return copied

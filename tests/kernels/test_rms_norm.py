@@ -1,0 +1,142 @@
+"""RMSNorm against float64 truth and plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slideformer_backend.kernels import rms_norm as module
+from slideformer_backend.kernels.rms_norm import NormConfig, rms_norm, rms_norm_add
+from tests.kernels.truth import DEVICE, check
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def llama(x, weight, eps, offset):
+    """As transformers' LlamaRMSNorm; truth when everything is float64."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return wide.to(x.dtype) if weight is None else weight * wide.to(x.dtype)
+
+
+def gemma(x, weight, eps, offset):
+    """As transformers' GemmaRMSNorm."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (wide * (offset + weight.to(wide.dtype))).to(x.dtype)
+
+
+def run(function, tensors, frozen=()):
+    leaves = [
+        None if x is None else x.clone().requires_grad_(n not in frozen) for n, x in zip("xrw", tensors, strict=True)
+    ]
+    outputs = function(*leaves)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    generator = torch.Generator().manual_seed(5)
+    upstream = [torch.randn(o.shape, generator=generator).to(DEVICE, torch.bfloat16).to(o.dtype) for o in outputs]
+    pairs = [(o, u) for o, u in zip(outputs, upstream, strict=True) if o.requires_grad]
+    torch.autograd.backward(*zip(*pairs, strict=True))
+    return [*(o.detach() for o in outputs), *(None if x is None else x.grad for x in leaves)]
+
+
+def inputs(shape, dtype, *, residual=False, weight=True, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def make(*size):
+        return torch.randn(*size, generator=generator).to(DEVICE, dtype)
+
+    return [make(*shape) * 3, make(*shape) if residual else None, make(shape[-1]) if weight else None]
+
+
+def compare(tensors, style, eps=1e-6, frozen=()):
+    offset = 1.0 if style is gemma else 0.0
+
+    def ours(x, r, w):
+        return rms_norm(x, w, eps, offset) if r is None else rms_norm_add(x, r, w, eps, offset)
+
+    def torchs(x, r, w):
+        return style(x, w, eps, offset) if r is None else (style(x + r, w, eps, offset), x + r)
+
+    found, base = run(ours, tensors, frozen), run(torchs, tensors, frozen)
+    truth = run(torchs, [None if x is None else x.double() for x in tensors], frozen)
+    for number, values in enumerate(zip(found, base, truth, strict=True)):
+        check(f"result {number}", *values)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("style", [llama, gemma], ids=["llama", "gemma"])
+@pytest.mark.parametrize("residual", [False, True], ids=["alone", "residual"])
+@pytest.mark.parametrize("shape", [(1, 1), (5, 64), (2, 3, 100), (3, 2049), (33, 48)], ids=str)
+def test_equals_truth(shape, residual, style, dtype):
+    compare(inputs(shape, dtype, residual=residual), style)
+
+
+@pytest.mark.parametrize("frozen", ["x", "w", "xr"])
+@pytest.mark.parametrize("residual", [False, True])
+def test_frozen_inputs(frozen, residual):
+    compare(inputs((4, 32), torch.float32, residual=residual), llama, frozen=frozen)
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_without_weight(residual):
+    compare(inputs((4, 32), torch.float32, residual=residual, weight=False), llama)
+
+
+def test_only_the_sum_is_used():
+    x, r, w = inputs((3, 8), torch.float32, residual=True)
+    x.requires_grad_()
+    rms_norm_add(x, r, w)[1].sum().backward()
+    assert (x.grad == 1).all()
+
+
+def test_no_row():
+    compare(inputs((0, 32), torch.float32), llama)
+
+
+def test_rows_of_zeros_and_huge_values():
+    x, _, w = inputs((3, 32), torch.float32)
+    x[0] = 0
+    x[1] *= 1e15
+    compare([x, None, w], llama)
+
+
+def test_strides():
+    """Rows of a wider tensor are read where they lie; other strides are copied; gradients arrive transposed."""
+    wide = torch.randn(4, 6, 64, device=DEVICE)
+    w = torch.randn(32, device=DEVICE)
+    for x in (wide[..., :32], wide.transpose(0, 1)[..., 32:], wide[..., ::2]):
+        found = x.detach().clone().requires_grad_()
+        plain = x.detach().clone().requires_grad_()
+        torch.testing.assert_close(rms_norm(x, w), llama(x, w, 1e-6, 0))
+        rms_norm(found, w).transpose(0, 1).mul(torch.arange(32, device=DEVICE)).sum().backward()
+        llama(plain, w, 1e-6, 0).transpose(0, 1).mul(torch.arange(32, device=DEVICE)).sum().backward()
+        torch.testing.assert_close(found.grad, plain.grad)
+
+
+@pytest.mark.parametrize("config", [NormConfig(1, 1, 1), NormConfig(4, 2, 3)], ids=str)
+def test_configurations(config, monkeypatch):
+    monkeypatch.setattr(module, "forward_config", lambda columns: config)
+    monkeypatch.setattr(module, "backward_config", lambda columns: config)
+    compare(inputs((23, 40), torch.float32, residual=True), gemma)
+
+
+def test_random_shapes():
+    generator = torch.Generator().manual_seed(7)
+    for seed in range(60):
+        rows, columns = (int(torch.randint(low, high, (), generator=generator)) for low, high in ((1, 20), (4, 300)))
+        dtype, style = DTYPES[seed % 3], (llama, gemma)[seed // 3 % 2]
+        compare(inputs((rows, columns), dtype, residual=seed % 4 == 0, seed=seed), style, eps=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_fp32_weight_with_16_bit_input(dtype):
+    """Models that keep norms in fp32: the output has the dtype of the input, the weight's gradient is fp32."""
+    x, _, w = inputs((5, 64), dtype)
+    w = w.float()
+    found = run(lambda x, r, w: rms_norm(x, w), [x, None, w])
+    truth = run(lambda x, r, w: llama(x, w, 1e-6, 0), [x.double(), None, w.double()])
+    assert found[0].dtype == dtype
+    assert found[3].dtype == torch.float32
+    for mine, true in zip(found, truth, strict=True):
+        if true is not None:
+            torch.testing.assert_close(mine.double(), true, rtol=2e-2, atol=2e-2)

@@ -1,0 +1,147 @@
+"""Exceptions and non-finite gradients: no damage, and the next step is right."""
+
+import pytest
+import torch
+from torch import nn
+
+from slideformer_backend.errors import SlideFormerError
+from tests.parity.harness import POLICIES, check, run_managed
+from tests.parity.models import Stack, batch, language_loss, llama, stack, steps
+
+ADAMW = {"lr": 1e-2, "fused": True}
+each_policy = pytest.mark.parametrize("policy", POLICIES)
+
+
+class Trip(torch.autograd.Function):
+    """Identity that raises in forward or backward when armed."""
+
+    armed = None
+
+    @staticmethod
+    def forward(ctx, x):
+        if Trip.armed == "forward":
+            raise MemoryError("forward")
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if Trip.armed == "backward":
+            raise MemoryError("backward")
+        return gradient
+
+
+class Fragile(Stack):
+    """Block 1 has a trip wire inside."""
+
+    def __init__(self):
+        super().__init__()
+        up = self.blocks[1].up
+        up.register_forward_hook(lambda module, args, output: Trip.apply(output))
+
+
+@each_policy
+@pytest.mark.parametrize("where", ["forward", "backward", "user", "interrupt"])
+@pytest.mark.parametrize("times", [1, 3])
+def test_an_exception_and_then_a_good_step(device, policy, where, times):
+    """What a script does about an out-of-memory batch: drop it (zero_grad) and go on.
+
+    Under immediate, units behind the wire have been updated when backward raises; only ``forward`` can equal plain.
+    """
+
+    def script(run):
+        optimizer = run.optimizer(torch.optim.AdamW, **ADAMW)
+        steps(run, optimizer, 2)
+        for number in range(times):
+            ids = batch(40 + number, device=run.device)
+            Trip.armed = where
+            try:
+                loss = language_loss(run.forward(ids), ids)
+                if where == "user":
+                    raise MemoryError("after forward")
+                if where == "interrupt":
+                    raise KeyboardInterrupt
+                run.backward(loss)
+            except (MemoryError, KeyboardInterrupt) as error:
+                run.see("raised", type(error).__name__)
+            Trip.armed = None
+            loss = None
+            optimizer.zero_grad()
+        run.see_weights()
+        steps(run, optimizer, 2, first=2)
+
+    if policy == "immediate" and where == "backward":
+        where = "forward"
+    check(lambda: Fragile().train(), script, device, policy=policy)
+
+
+def poisoned(run, number, value=float("nan")):
+    ids = batch(number, device=run.device)
+    loss = language_loss(run.forward(ids), ids)
+    return loss * value if number in (1, 3) else loss
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_non_finite_steps_are_skipped(device, value, dtype, clip):
+    """``nonfinite: skip`` equals a script that leaves out such steps."""
+
+    def script(run):
+        optimizer = run.optimizer(torch.optim.AdamW, **ADAMW)
+        for number in range(6):
+            run.backward(poisoned(run, number, value))
+            if clip is not None:
+                run.clip(clip)
+            is_good = number not in (1, 3)
+            if run.is_managed or is_good:
+                optimizer.step()
+            if run.is_managed:
+                assert run.engine.step_was_skipped(optimizer) is not is_good
+            optimizer.zero_grad()
+            run.see_weights()
+
+    check(llama(dtype), script, device)
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_non_finite_as_plain(device, clip):
+    def script(run):
+        optimizer = run.optimizer(torch.optim.AdamW, **ADAMW)
+        for number in range(3):
+            run.backward(poisoned(run, number))
+            if clip is not None:
+                run.clip(clip)
+            run.see_gradients()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.see_weights()
+
+    check(llama(), script, device, nonfinite="as_plain")
+
+
+@each_policy
+def test_non_finite_raises(device, policy):
+    def script(run):
+        optimizer = run.optimizer(torch.optim.AdamW, **ADAMW)
+        before = {name: p.detach().clone() for name, p in run.model.named_parameters()}
+        run.backward(poisoned(run, 1))
+        with pytest.raises(SlideFormerError, match="Non-finite"):
+            optimizer.step()
+        if policy == "exact":
+            for name, parameter in run.model.named_parameters():
+                assert torch.equal(parameter, before[name])
+
+    run_managed(stack(), script, device, policy=policy, nonfinite="raise")
+
+
+def test_twenty_skips_in_a_row_are_an_error(device):
+    def script(run):
+        optimizer = run.optimizer(torch.optim.AdamW, **ADAMW)
+        with pytest.raises(SlideFormerError, match="in a row"):
+            for _ in range(20):
+                run.backward(poisoned(run, 1))
+                optimizer.step()
+                optimizer.zero_grad()
+        assert isinstance(run.model, nn.Module)
+
+    run_managed(stack(), script, device)

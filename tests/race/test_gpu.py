@@ -1,0 +1,149 @@
+"""The same on a CUDA device: streams delayed at random, poisoned buffers, a user's own stream (HAZARDS 2, 3, 4, 5)."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+import torch
+
+from slideformer_backend.api import attach
+from slideformer_backend.config import SlideFormerConfig
+from slideformer_backend.transfer import Monitor
+
+from .toy import Toy, make_toy
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+CYCLES_PER_MS = 1_500_000
+WIDTH, BLOCKS, STEPS = 256, 6, 4
+
+
+def _delay(engine, lanes: tuple[str, ...], most_ms: float, seed: int) -> None:
+    """Put a random pause before every operation of these lanes: on the stream, or on the lane's thread."""
+    choose = random.Random(seed)
+    for name in lanes:
+        lane = getattr(engine.backend, name)
+
+        def submit(work, run, *, _submit=lane.submit, _is_stream=lane.stream is not None, **options):
+            pause = choose.choice((0.0, 0.5, 1.0)) * most_ms
+
+            def delayed() -> None:
+                if _is_stream:
+                    torch.cuda._sleep(int(pause * CYCLES_PER_MS))
+                else:
+                    time.sleep(pause / 1000)
+                run()
+
+            return _submit(work, delayed, **options)
+
+        lane.submit = submit
+
+
+def _train(
+    *,
+    kind: str = "bfloat16",
+    update: str = "exact",
+    delayed: tuple[str, ...] = (),
+    compute_ms: float = 0.0,
+    most_ms: float = 5.0,
+    monitor: Monitor | None = None,
+    stream: torch.cuda.Stream | None = None,
+    accumulate: int = 1,
+    clip: float | None = None,
+) -> list[torch.Tensor]:
+    """Gradients norms, losses and weights of a few steps."""
+    device = torch.device("cuda")
+    model: Toy = make_toy(kind, 0, width=WIDTH, blocks=BLOCKS)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    engine = attach(model, SlideFormerConfig(cpu_threads=2, update=update, recompute="always"), device=device,
+                    monitor=monitor)  # fmt: skip
+    engine.bind(optimizer)
+    _delay(engine, delayed, most_ms, seed=7)
+    seen: list[torch.Tensor] = []
+    with torch.cuda.stream(stream):
+        for step in range(STEPS):
+            for part in range(accumulate):
+                generator = torch.Generator().manual_seed(step * 10 + part)
+                x = torch.randn(8, WIDTH, generator=generator).to(device, model.inp.weight.dtype)
+                engine.last_microbatch = lambda part=part: part == accumulate - 1
+                if compute_ms:
+                    torch.cuda._sleep(int(compute_ms * CYCLES_PER_MS))
+                loss = model(x).float().square().mean()
+                if compute_ms:
+                    torch.cuda._sleep(int(compute_ms * CYCLES_PER_MS))
+                loss.backward()
+                seen.append(loss.detach())
+            if clip is not None:
+                seen.append(engine.clip_grad_norm_(model.parameters(), clip))
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.cuda.synchronize()
+    engine.detach()
+    return [tensor.cpu() for tensor in seen] + [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def _same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _deterministic():
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def _quiet_monitor(skip: str | None = None) -> Monitor:
+    return Monitor(check=False, poison=True, skip=skip)
+
+
+@pytest.mark.parametrize("update", ["exact", "immediate"])
+@pytest.mark.parametrize("delayed", [("h2d",), ("d2h",), ("update",), ("norms",), ("h2d", "d2h", "update", "norms")])
+def test_equal_under_delays(delayed, update):
+    expected = _train(update=update)
+    assert _same(expected, _train(update=update, delayed=delayed, monitor=_quiet_monitor()))
+
+
+@pytest.mark.parametrize("lane", ["h2d", "d2h"])
+def test_equal_with_100_ms_on_one_stream(lane):
+    """HAZARDS 2; the slot pools are at their smallest."""
+    assert _same(_train(), _train(delayed=(lane,), most_ms=100.0, monitor=_quiet_monitor()))
+
+
+def test_equal_with_slow_compute():
+    assert _same(_train(), _train(compute_ms=20.0, monitor=_quiet_monitor()))
+
+
+@pytest.mark.parametrize("clip", [None, 0.01])
+def test_equal_inside_a_users_stream(clip):
+    """HAZARDS 5."""
+    expected = _train(accumulate=2, clip=clip)
+    stream = torch.cuda.Stream()
+    delayed = ("h2d", "d2h", "update")
+    found = _train(accumulate=2, clip=clip, stream=stream, delayed=delayed, compute_ms=5.0, monitor=_quiet_monitor())
+    assert _same(expected, found)
+
+
+@pytest.mark.parametrize(
+    ("wait", "delayed", "compute_ms"),
+    [
+        ("compute after weights loaded", ("h2d",), 0.0),
+        ("h2d after slot released", (), 20.0),
+        ("h2d after weights updated", ("update",), 0.0),
+        ("d2h after compute", (), 20.0),
+        ("compute after gradient slot drained", ("d2h",), 0.0),
+        ("advance after gradient filled", ("d2h",), 0.0),
+        ("compute after weights refreshed", ("h2d",), 0.0),
+        ("compute after pending gradient", ("h2d",), 0.0),
+    ],
+)
+def test_a_wait_left_out_is_seen_by_delay(wait, delayed, compute_ms):
+    expected = _train(accumulate=2)
+    monitor = _quiet_monitor(skip=wait)
+    found = _train(accumulate=2, delayed=delayed, compute_ms=compute_ms, most_ms=30.0, monitor=monitor)
+    assert wait in monitor.waits_seen
+    assert not _same(expected, found)
