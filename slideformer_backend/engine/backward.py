@@ -62,6 +62,8 @@ class Backward:
         self.edges = edges
         self.count = 0
         """Backward passes since the last ``step()``."""
+        self.measures_slots = backend.device.type == "cuda"
+        """Whether norms are taken in the device slot, before the gradient is on the host."""
         self._fetch = fetch
         self._expects_step = expects_step
         self._task = -1
@@ -223,7 +225,7 @@ class Backward:
         for record in unit.trainable:
             if id(record) in arrived:
                 record.has_gradient, record.square_sum = True, None
-        if self.backend.device.type == "cuda":
+        if self.measures_slots:
             self._measure_slot(unit, slot)
         buffer = self.policy.target_buffer(unit)
         size = unit.layout.gradient_bytes
@@ -242,7 +244,7 @@ class Backward:
         )
         self.window.give_gradient_slot(unit, slot)
         self.policy.replace_gradient(unit, buffer)
-        if self.backend.device.type != "cuda":
+        if not self.measures_slots:
             self.policy.measure(unit)
         is_last = self.is_last and all(visit.is_done for visit in unit.visits)
         self.policy.arrive(unit, is_last=is_last)

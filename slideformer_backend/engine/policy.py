@@ -31,7 +31,8 @@ class UpdatePolicy(abc.ABC):
         norms: measures gradients.
     """
 
-    SPARE_BUFFERS = 2
+    SPARE_SHARE = 4
+    """One gradient buffer more per so many units: updates of so many may wait for the next forward to reach them."""
 
     def __init__(
         self, backend: Backend, window: Window, memory: HostMemory, arithmetic: Arithmetic, norms: Norms
@@ -41,6 +42,7 @@ class UpdatePolicy(abc.ABC):
         self.memory = memory
         self.arithmetic = arithmetic
         self.norms = norms
+        self.spare_buffers = max(2, window.units // self.SPARE_SHARE)
         self.repairs = 0
         """Speculative weights that had to be computed again, in units."""
         self._pools: dict[int, GradientPool] = {}
@@ -77,7 +79,7 @@ class UpdatePolicy(abc.ABC):
             self.commit(unit)  # user code looks at this very memory: autograd adds to it in place
         if unit.gradient is not None and unit.gradient is not unit.logged:
             return unit.gradient
-        return self._pool(unit).take(spare=self.SPARE_BUFFERS)
+        return self._pool(unit).take(spare=self.spare_buffers)
 
     def replace_gradient(self, unit: Unit, buffer: GradientBuffer) -> None:
         """``buffer`` now holds the visible gradient of ``unit``."""
@@ -100,15 +102,17 @@ class UpdatePolicy(abc.ABC):
             release,
             after={
                 "release after norm": unit.measured,
+                "release after gradient filled": buffer.filled,
                 "release after gradient sent": buffer.sent,
             },
             writes=(slab,) if spoils else (),
+            line=unit.line,
         )
         self._pool(unit).give(buffer, ticket)
 
     def release_pool(self, unit: Unit) -> None:
         """A unit left for the device: one buffer fewer is needed on the host."""
-        self._pool(unit).shrink(keep=self.SPARE_BUFFERS)
+        self._pool(unit).shrink(keep=self.spare_buffers)
 
     def forget(self, record: ParamRecord) -> None:
         """``grad = None``: the visible gradient of one parameter goes; a logged step keeps its own reference."""
@@ -149,7 +153,7 @@ class UpdatePolicy(abc.ABC):
             unit,
             f"clip of {unit.name}",
             lambda: self.arithmetic.scale(records, coefficients, buffer.slab),
-            after={},  # whoever recorded the clip has waited for the norm, and so for the gradient
+            after={"clip after gradient filled": buffer.filled},  # norms of device slots come before the gradient does
             writes=(buffer.slab,),
         )
         for record in records:
@@ -255,9 +259,12 @@ class UpdatePolicy(abc.ABC):
         after: Mapping[str, Ticket | None],
         reads: Sequence[Tracked] = (),
         writes: Sequence[Tracked] = (),
+        can_wait: bool = False,
     ) -> None:
-        """Queue host arithmetic of ``unit`` on the update lane."""
-        unit.updated = self.backend.update.submit(name, run, after=after, reads=reads, writes=writes)
+        """Queue host arithmetic of ``unit`` on the update lane; ``can_wait``: for idle time."""
+        unit.updated = self.backend.update.submit(
+            name, run, after=after, reads=reads, writes=writes, line=unit.line, can_wait=can_wait
+        )
 
     @staticmethod
     def before_weights(unit: Unit) -> dict[str, Ticket | None]:

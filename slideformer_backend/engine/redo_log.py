@@ -63,15 +63,18 @@ class RedoLog(UpdatePolicy):
             if unit.logged is not None and unit.logged.is_aliased:
                 self.commit(unit)  # user code may write the logged memory at any time from now on
                 self.backend.synchronize("host waits for update", unit.updated)
+        if any(entry.coefficient != ONE for entry in entries):  # the next step is expected to be clipped too
+            for unit in by_unit:
+                self.commit(unit, can_wait=True)
                 if unit.gradient is not None:
                     self.backend.synchronize("host waits for norm", unit.measured)
                     self.backend.touch_host("user's alias of a gradient", writes=(unit.gradient.slab,))
 
-    def commit(self, unit: Unit) -> None:
+    def commit(self, unit: Unit, *, can_wait: bool = False) -> None:
         buffer = unit.logged
         logged = self._take_log(unit)
         if logged and buffer is not None:
-            self._submit_commit(unit, logged, buffer)
+            self._submit_commit(unit, logged, buffer, can_wait=can_wait)
         if buffer is not None and buffer is not unit.gradient:
             self.recycle(unit, buffer)
 
@@ -159,12 +162,15 @@ class RedoLog(UpdatePolicy):
         slab = unit.logged.slab
         return [Update.of(record, record.entry, slab) for record in unit.records if record.entry is not None]
 
-    def _submit_commit(self, unit: Unit, logged: Sequence[Update], buffer: GradientBuffer) -> None:
+    def _submit_commit(
+        self, unit: Unit, logged: Sequence[Update], buffer: GradientBuffer, *, can_wait: bool = False
+    ) -> None:
         self.operate(
             unit,
             f"commit of {unit.name}",
             lambda: self.arithmetic.commit(logged),
-            after={},  # the operation that made the logged weights has waited for the gradient, on this same lane
+            can_wait=can_wait,
+            after={},  # what made the logged weights has waited for the gradient, in the same line of this lane
             reads=(buffer.slab,),
             writes=tuple(unit.states.values()),
         )

@@ -198,6 +198,11 @@ class Unit:
         return self.where is Where.RESIDENT
 
     @property
+    def line(self) -> int:
+        """Its line on the update lane: edge units are needed first and last, blocks in forward order."""
+        return -1 - self.index if self.is_edge else self.index
+
+    @property
     def trainable(self) -> list[ParamRecord]:
         """The parameters that own a gradient and states."""
         return [record for record in self.records if record.spec.is_trainable]

@@ -57,6 +57,7 @@ class Window:
         self.backend = backend
         self.depth = depth
         sliding = list(units)
+        self.units = len(sliding)
         self._weight_class = size_classes(unit.layout.weight_bytes for unit in sliding)
         self._gradient_class = size_classes(
             unit.layout.gradient_bytes for unit in sliding if unit.layout.gradient_bytes

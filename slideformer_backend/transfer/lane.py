@@ -1,24 +1,22 @@
-"""Lanes: FIFO queues of work on a thread of their own. On CUDA a copy lane issues to its stream."""
+"""Lanes: queues of work on a thread of their own. On CUDA a copy lane issues to its stream."""
 
 from __future__ import annotations
 
 import collections
 import os
-import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from ..storage import Tracked
 from ..trace import Recorder
+from .board import Board, Job, Waits
 from .monitor import Monitor
 from .ticket import Ticket
-
-Waits = Mapping[str, "Ticket | None"]
 
 
 def copy(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -26,17 +24,8 @@ def copy(target: torch.Tensor, source: torch.Tensor) -> None:
     target.copy_(source, non_blocking=True)
 
 
-class _Job(NamedTuple):
-    run: Callable[[], None]
-    ticket: Ticket
-    after: Waits
-    reads: Sequence[Tracked]
-    writes: Sequence[Tracked]
-    origin: dict[str, int] | None
-
-
 class Lane:
-    """Runs submitted work in order, each piece behind the tickets it names.
+    """Runs submitted work, each piece behind the tickets it names: in order, or by line (``Board``).
 
     Work is submitted by the training or the autograd thread, which never blocks here; waiting for other lanes happens
     on the lane's thread (host operations) or on its stream (device operations). The first exception is kept by its
@@ -56,9 +45,9 @@ class Lane:
         _LANES.add(self)
 
     def _begin(self) -> None:
-        self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._board = Board()
         # a lane that nobody holds any more ends its thread
-        self._stop = weakref.finalize(self, self._queue.put, None)
+        self._stop = weakref.finalize(self, self._board.close)
         self._stop.atexit = False
 
     def submit(
@@ -71,6 +60,8 @@ class Lane:
         reads: Sequence[Tracked] = (),
         writes: Sequence[Tracked] = (),
         keep: Any = None,
+        line: int = 0,
+        can_wait: bool = False,
     ) -> Ticket:
         """Queue ``run``.
 
@@ -82,6 +73,8 @@ class Lane:
             reads: buffers the work reads.
             writes: buffers the work writes.
             keep: anything that must stay alive until the device has finished.
+            line: work of one line stays in order; among lines with ready work the smallest goes first.
+            can_wait: nothing waits for this work soon: it is for idle time.
 
         Returns:
             The ticket of the work.
@@ -89,21 +82,21 @@ class Lane:
         ticket = Ticket(name)
         ticket.keep = keep
         origin = self.monitor.fork(submitter) if self.monitor is not None else None
-        self._queue.put(_Job(run, ticket, after or {}, reads, writes, origin))
+        self._board.put(line, Job(run, ticket, after or {}, reads, writes, origin, can_wait))
         if self._thread is None:
             self._thread = threading.Thread(
-                target=_serve, args=(weakref.ref(self), self._queue), name=f"slideformer-{self.name}", daemon=True
+                target=_serve, args=(weakref.ref(self), self._board), name=f"slideformer-{self.name}", daemon=True
             )
             self._thread.start()
         return ticket
 
     def close(self) -> None:
-        """Finish what is queued, then end the thread."""
+        """Finish what is queued, then end the thread; work submitted later starts another."""
         thread, self._thread = self._thread, None
-        if thread is not None:
-            self._queue.put(None)
-            if thread is not threading.current_thread():
-                thread.join()
+        self._stop()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+        self._begin()
         self._in_flight.clear()
 
     def forget_thread(self) -> None:
@@ -113,7 +106,7 @@ class Lane:
         self._begin()
         self._in_flight.clear()
 
-    def execute(self, job: _Job) -> None:
+    def execute(self, job: Job) -> None:
         """Run one piece of work; never raises."""
         event = None
         recorder = self.recorder
@@ -172,7 +165,7 @@ class Lane:
             self._in_flight.popleft().keep = None
 
 
-def _moved(job: _Job, *, is_copy: bool) -> int:
+def _moved(job: Job, *, is_copy: bool) -> int:
     """Bytes that a piece of work moves: a copy no more than its smaller side, arithmetic all that it touches."""
     read = sum(buffer.flat.numel() for buffer in job.reads)
     written = sum(buffer.flat.numel() for buffer in job.writes)
@@ -184,12 +177,11 @@ def _moved(job: _Job, *, is_copy: bool) -> int:
 _LANES: weakref.WeakSet[Lane] = weakref.WeakSet()
 
 
-def _serve(lane_ref: weakref.ref[Lane], jobs: queue.SimpleQueue[_Job | None]) -> None:
+def _serve(lane_ref: weakref.ref[Lane], board: Board) -> None:
     # The thread holds its lane only while it works, so that an abandoned engine can be collected.
-    while True:
-        job = jobs.get()
+    while (job := board.take()) is not None:
         lane = lane_ref()
-        if job is None or lane is None:
+        if lane is None:
             return
         lane.execute(job)
         del job, lane

@@ -58,7 +58,11 @@ class GradientPool:
             spare: how many returned buffers may stay in flight before a new one is not worth its memory; a buffer
                 whose content is already consumed is always preferred.
         """
-        if self._free and (len(self._free) >= spare or self._is_ready(self._free[0])):
+        for buffer in self._free:
+            if self._is_ready(buffer):
+                self._free.remove(buffer)
+                return buffer
+        if len(self._free) >= spare:
             return self._free.popleft()
         self._created += 1
         slab = self._memory.allocate(f"gradient buffer {self._name}.{self._created}", self.nbytes, dma=True)

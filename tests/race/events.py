@@ -199,14 +199,14 @@ def clip(side: Side, random: Random) -> Seen:
 
 @event
 def clip_all(side: Side, random: Random) -> Seen:
-    return [side.clip(list(side.model.parameters()), random.choice([0.1, 0.5]))]
+    module = random.choice([side.model, side.model.blocks])
+    return [side.clip(list(module.parameters()), random.choice([0.1, 0.5]))]
 
 
 @event
 def clip_torch(side: Side, random: Random) -> Seen:
-    parameters = list(side.model.parameters())
     kind = random.choice([1.0, 2.0, float("inf")])
-    return [torch.nn.utils.clip_grad_norm_(parameters, random.choice([0.5, 5.0]), kind)]
+    return [torch.nn.utils.clip_grad_norm_(side.model.parameters(), random.choice([0.5, 5.0]), kind)]
 
 
 @event

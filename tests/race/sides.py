@@ -89,6 +89,7 @@ class EngineSide(Side):
             autocast_dtype=torch.bfloat16 if kind == AUTOCAST else None,
             monitor=monitor,
         )
+        self.engine.backward.measures_slots = seed % 2 == 1  # as on a CUDA device
         for optimizer in self.optimizers:
             self.engine.bind(optimizer)
 

@@ -16,7 +16,8 @@ from unittest import mock
 from slideformer_backend.engine import engine as engine_module
 from slideformer_backend.transfer import Monitor, Ticket
 from slideformer_backend.transfer import backend as backend_module
-from slideformer_backend.transfer.lane import Lane, _Job
+from slideformer_backend.transfer.board import Job
+from slideformer_backend.transfer.lane import Lane
 
 
 class Scheduler:
@@ -63,15 +64,15 @@ class SimulatedLane(Lane):
     def __init__(self, name: str, scheduler: Scheduler, monitor: Monitor | None) -> None:
         super().__init__(name, monitor=monitor)
         self.scheduler = scheduler
-        self.jobs: collections.deque[_Job] = collections.deque()
+        self.jobs: collections.deque[Job] = collections.deque()
         self.is_busy = False
         scheduler.lanes.append(self)
 
-    def submit(self, name, run, *, submitter="main", after=None, reads=(), writes=(), keep: Any = None) -> Ticket:
+    def submit(self, name, run, *, submitter="main", after=None, reads=(), writes=(), keep: Any = None, **lines) -> Ticket:
         ticket = SimulatedTicket(name, self)
         ticket.keep = keep
         origin = self.monitor.fork(submitter) if self.monitor is not None else None
-        self.jobs.append(_Job(run, ticket, after or {}, reads, writes, origin))
+        self.jobs.append(Job(run, ticket, after or {}, reads, writes, origin))
         self.scheduler.roll()
         return ticket
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from random import Random
+
 from .runner import IMMEDIATE, Events, Setting, random_events, random_setting
 
-DIRECTED: tuple[tuple[str, ...], ...] = (
+MICRO = ("backward", next(seed for seed in range(100) if Random(seed).random() > 0.75))
+"""A backward that no step follows, so that nothing is predicted."""
+DIRECTED: tuple[tuple[str | tuple[str, int], ...], ...] = (
+    (MICRO, "clip_all", "clip_all", "clip_all", "step_all"),
+    (MICRO, "zero_none", "zero_none", MICRO, "step_all"),
     ("train", "backward", "write_weights", "step_all", "write_weights", "write_weights", "train", "evaluate"),
     ("backward", "write_weights", "write_weights", "step_all", "write_weights", "train"),
     ("backward", "backward_inputs", "zero_none", "train"),
@@ -29,7 +35,10 @@ def workload() -> list[tuple[Events, Setting]]:
     made: list[tuple[Events, Setting]] = []
     for number, names in enumerate(DIRECTED):
         for seed in range(4):
-            events = tuple((name, 1000 * number + 17 * seed + place) for place, name in enumerate(names))
+            events = tuple(
+                (name, 1000 * number + 17 * seed + place) if isinstance(name, str) else name
+                for place, name in enumerate(names)
+            )
             made.append((events, random_setting(seed, poison=seed != 3, eagerness=0.3 * (seed % 2),
                                                 nonfinite="as_plain" if seed % 2 else "skip")))  # fmt: skip
     for seed in range(24):
