@@ -134,7 +134,7 @@ class TestRefusals:
             (["--use_megatron_lm"], "Megatron"),
             (["--gpu_ids", "0,1"], "gpu_ids"),
             (["--slideformer_update", "never"], "exact, immediate"),
-            (["--slideformer_gpu_memory", "20GiB"], "gpu_memory: this part of SlideFormer is not built yet"),
+            (["--slideformer_host_memory", "20GiB"], "host_memory: this part of SlideFormer is not built yet"),
         ],
     )
     @pytest.mark.parametrize("config", [None, {"distributed_type": "SLIDEFORMER"}])
