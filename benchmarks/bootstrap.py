@@ -220,6 +220,8 @@ def _install(environment: Environment, torch: Torch, extras: Sequence[str]) -> N
     command = [*pip, "install", "--disable-pip-version-check", "--progress-bar", "off", "-qq"]
     if torch.inherited:
         if importlib.util.find_spec("setuptools") is not None:
+            # venv brings an old one up to Python 3.11; it would hide the one that fits the inherited torch.
+            subprocess.run([*pip, "uninstall", "--yes", "-qq", "setuptools"], check=False)
             command.append("--no-build-isolation")
     else:
         command += ["--constraint", str(CONSTRAINTS), TORCH]
