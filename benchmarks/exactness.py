@@ -124,9 +124,7 @@ def main() -> int:
         losses.append(micro_batches(model, data, step, args.accumulate, engine))
         if step in looked_at:  # looking voids the prediction, so most steps must not be looked at
             wrong_gradients += [
-                f"{step}:{name}"
-                for name, p in model.named_parameters()
-                if _digest(_bits(p.grad)) != digests[step][name]
+                f"{step}:{name}" for name, p in model.named_parameters() if _digest(_bits(p.grad)) != digests[step][name]
             ]
         if args.max_norm and args.update == "exact":
             engine.clip_grad_norm_(model.parameters(), args.max_norm)
