@@ -60,6 +60,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--max-norm", type=float, default=0.0, help="0: no clipping")
     parser.add_argument("--gpu-memory", default="auto", help="cap of the plan, such as 24GiB")
     parser.add_argument("--recompute", default="auto", choices=("auto", "always", "never"))
+    parser.add_argument("--trace", help="file for a timeline of the run")
     parser.add_argument("--liger", action="store_true", help="use Liger's kernels in both modes")
     return parser.parse_args()
 
@@ -86,6 +87,7 @@ def main() -> None:
             update=args.update,
             gpu_memory=args.gpu_memory,  # type: ignore[arg-type]  # the config parses sizes
             recompute=args.recompute,
+            trace=args.trace,
         )
         engine = attach(model, config, device=device)
         engine.bind(optimizer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ from .device_units import DeviceUnits
 from .driver import UnitForward
 from .edges import Edges
 from .guard import guard, unguard
-from .hooks import Accumulated, BeforeAccumulation, BeforeForward
+from .hooks import Accumulated, BeforeAccumulation, BeforeForward, Removable
 from .immediate import Immediate
 from .norms import Norms
 from .redo_log import RedoLog
@@ -42,13 +42,6 @@ SWITCH_INTERVAL = 2e-4
 """Seconds after which a thread that wants the GIL gets it. Workers need it for microseconds at both ends of a kernel;
 at Python's 5 ms they stand still for as long as the kernel runs (measured: an advance of 100 M parameters took 57 ms
 instead of 38)."""
-
-
-class Removable(Protocol):
-    """Something that was put in place, with the way to take it away."""
-
-    def remove(self) -> None:
-        """Take it away."""
 
 
 class Engine:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -13,6 +13,13 @@ from .unit import ParamRecord
 
 if TYPE_CHECKING:
     from .engine import Engine
+
+
+class Removable(Protocol):
+    """Something that was put in place, with the way to take it away."""
+
+    def remove(self) -> None:
+        """Take it away."""
 
 
 class _ParameterHook:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from ..storage import HostMemory, Tracked
-from ..transfer import Backend, GradientBuffer, GradientPool, Ticket, copy
+from ..transfer import Backend, GradientBuffer, GradientPool, Ticket, Urgency, copy
 from .arithmetic import Arithmetic
 from .guard import plain
 from .norms import Norms
@@ -107,6 +107,7 @@ class UpdatePolicy(abc.ABC):
             },
             writes=(slab,) if spoils else (),
             line=unit.line,
+            urgency=Urgency.FREE,
         )
         self._pool(unit).give(buffer, ticket)
 
@@ -264,11 +265,11 @@ class UpdatePolicy(abc.ABC):
         after: Mapping[str, Ticket | None],
         reads: Sequence[Tracked] = (),
         writes: Sequence[Tracked] = (),
-        can_wait: bool = False,
+        urgency: Urgency = Urgency.NOW,
     ) -> None:
-        """Queue host arithmetic of ``unit`` on the update lane; ``can_wait``: for idle time."""
+        """Queue host arithmetic of ``unit`` on the update lane."""
         unit.updated = self.backend.update.submit(
-            name, run, after=after, reads=reads, writes=writes, line=unit.line, can_wait=can_wait
+            name, run, after=after, reads=reads, writes=writes, line=unit.line, urgency=urgency
         )
 
     @staticmethod

@@ -1,6 +1,7 @@
 """Asynchronous operations: lanes (FIFO queues of work), tickets (their results) and the monitor that checks them."""
 
 from .backend import Backend, CpuBackend, CudaBackend, backend_for
+from .board import Urgency
 from .lane import Lane, copy
 from .monitor import Monitor
 from .pool import GradientBuffer, GradientPool
@@ -15,6 +16,7 @@ __all__ = [
     "Lane",
     "Monitor",
     "Ticket",
+    "Urgency",
     "backend_for",
     "copy",
 ]

@@ -14,7 +14,7 @@ import torch
 
 from ..storage import Tracked
 from ..trace import Recorder
-from .board import Board, Job, Waits
+from .board import Board, Job, Urgency, Waits
 from .monitor import Monitor
 from .ticket import Ticket
 
@@ -61,7 +61,7 @@ class Lane:
         writes: Sequence[Tracked] = (),
         keep: Any = None,
         line: int = 0,
-        can_wait: bool = False,
+        urgency: Urgency = Urgency.NOW,
     ) -> Ticket:
         """Queue ``run``.
 
@@ -74,7 +74,7 @@ class Lane:
             writes: buffers the work writes.
             keep: anything that must stay alive until the device has finished.
             line: work of one line stays in order; among lines with ready work the smallest goes first.
-            can_wait: nothing waits for this work soon: it is for idle time.
+            urgency: how soon the work is needed.
 
         Returns:
             The ticket of the work.
@@ -82,7 +82,7 @@ class Lane:
         ticket = Ticket(name)
         ticket.keep = keep
         origin = self.monitor.fork(submitter) if self.monitor is not None else None
-        self._board.put(line, Job(run, ticket, after or {}, reads, writes, origin, can_wait))
+        self._board.put(line, Job(run, ticket, after or {}, reads, writes, origin, urgency))
         if self._thread is None:
             self._thread = threading.Thread(
                 target=_serve, args=(weakref.ref(self), self._board), name=f"slideformer-{self.name}", daemon=True

@@ -68,7 +68,9 @@ class SimulatedLane(Lane):
         self.is_busy = False
         scheduler.lanes.append(self)
 
-    def submit(self, name, run, *, submitter="main", after=None, reads=(), writes=(), keep: Any = None, **lines) -> Ticket:
+    def submit(
+        self, name, run, *, submitter="main", after=None, reads=(), writes=(), keep: Any = None, **lines: Any
+    ) -> Ticket:
         ticket = SimulatedTicket(name, self)
         ticket.keep = keep
         origin = self.monitor.fork(submitter) if self.monitor is not None else None
