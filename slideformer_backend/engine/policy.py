@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from ..storage import HostMemory, Tracked
-from ..transfer import Backend, GradientBuffer, GradientPool, Ticket, Urgency, copy
+from ..transfer import Backend, GradientBuffer, GradientPool, Ticket, copy
 from .arithmetic import Arithmetic
 from .guard import plain
 from .norms import Norms
@@ -107,7 +107,6 @@ class UpdatePolicy(abc.ABC):
             },
             writes=(slab,) if spoils else (),
             line=unit.line,
-            urgency=Urgency.FREE,
         )
         self._pool(unit).give(buffer, ticket)
 
@@ -265,12 +264,9 @@ class UpdatePolicy(abc.ABC):
         after: Mapping[str, Ticket | None],
         reads: Sequence[Tracked] = (),
         writes: Sequence[Tracked] = (),
-        urgency: Urgency = Urgency.NOW,
     ) -> None:
         """Queue host arithmetic of ``unit`` on the update lane."""
-        unit.updated = self.backend.update.submit(
-            name, run, after=after, reads=reads, writes=writes, line=unit.line, urgency=urgency
-        )
+        unit.updated = self.backend.update.submit(name, run, after=after, reads=reads, writes=writes, line=unit.line)
 
     @staticmethod
     def before_weights(unit: Unit) -> dict[str, Ticket | None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..storage import Slab
-from ..transfer import GradientBuffer, Urgency
+from ..transfer import GradientBuffer
 from .arithmetic import Update
 from .policy import UpdatePolicy
 from .unit import ONE, Entry, ParamRecord, Unit, Weights
@@ -66,15 +66,12 @@ class RedoLog(UpdatePolicy):
                 if unit.gradient is not None:
                     self.backend.synchronize("host waits for norm", unit.measured)
                     self.backend.touch_host("user's alias of a gradient", writes=(unit.gradient.slab,))
-        if any(entry.coefficient != ONE for entry in entries):  # the next step is expected to be clipped too
-            for unit in by_unit:
-                self.commit(unit, Urgency.IDLE)
 
-    def commit(self, unit: Unit, urgency: Urgency = Urgency.NOW) -> None:
+    def commit(self, unit: Unit) -> None:
         buffer = unit.logged
         logged = self._take_log(unit)
         if logged and buffer is not None:
-            self._submit_commit(unit, logged, buffer, urgency)
+            self._submit_commit(unit, logged, buffer)
         if buffer is not None and buffer is not unit.gradient:
             self.recycle(unit, buffer)
 
@@ -162,14 +159,11 @@ class RedoLog(UpdatePolicy):
         slab = unit.logged.slab
         return [Update.of(record, record.entry, slab) for record in unit.records if record.entry is not None]
 
-    def _submit_commit(
-        self, unit: Unit, logged: Sequence[Update], buffer: GradientBuffer, urgency: Urgency = Urgency.NOW
-    ) -> None:
+    def _submit_commit(self, unit: Unit, logged: Sequence[Update], buffer: GradientBuffer) -> None:
         self.operate(
             unit,
             f"commit of {unit.name}",
             lambda: self.arithmetic.commit(logged),
-            urgency=urgency,
             after={},  # what made the logged weights has waited for the gradient, in the same line of this lane
             reads=(buffer.slab,),
             writes=tuple(unit.states.values()),

@@ -1,7 +1,6 @@
 """Asynchronous operations: lanes (FIFO queues of work), tickets (their results) and the monitor that checks them."""
 
 from .backend import Backend, CpuBackend, CudaBackend, backend_for
-from .board import Urgency
 from .lane import Lane, copy
 from .monitor import Monitor
 from .pool import GradientBuffer, GradientPool
@@ -16,7 +15,6 @@ __all__ = [
     "Lane",
     "Monitor",
     "Ticket",
-    "Urgency",
     "backend_for",
     "copy",
 ]

@@ -5,24 +5,12 @@ from __future__ import annotations
 import collections
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from enum import Enum, auto
 from typing import NamedTuple
 
 from ..storage import Tracked
 from .ticket import Ticket
 
 Waits = Mapping[str, "Ticket | None"]
-
-
-class Urgency(Enum):
-    """How soon work is needed."""
-
-    NOW = auto()
-    """A forward, a transfer or the host waits for it, or soon will."""
-    IDLE = auto()
-    """For idle time: its line stands back, unless urgent work is queued behind it."""
-    FREE = auto()
-    """Takes no time: done when it is at the head of its line, and no reason to hurry its line."""
 
 
 class Job(NamedTuple):
@@ -34,7 +22,6 @@ class Job(NamedTuple):
     reads: Sequence[Tracked]
     writes: Sequence[Tracked]
     origin: dict[str, int] | None
-    urgency: Urgency = Urgency.NOW
 
     def is_ready(self) -> bool:
         """Whether everything it waits for is over."""
@@ -44,8 +31,7 @@ class Job(NamedTuple):
 class Board:
     """Work in lines. A line keeps its order; of the lines whose first work is ready, the smallest goes first.
 
-    Lines that hold nothing urgent stand back. Shared by a lane and its thread, so that neither
-    keeps the other alive. One thread takes.
+    Shared by a lane and its thread, so that neither keeps the other alive. One thread takes.
     """
 
     def __init__(self) -> None:
@@ -86,10 +72,6 @@ class Board:
             return next(iter(self._lines))
         ready = [line for line, queued in self._lines.items() if queued[0][1].is_ready()]
         if ready:
-            return min(ready, key=lambda line: (self._stands_back(line), line))
+            return min(ready)
         # Waiting for the oldest cannot deadlock: whatever it waits for was submitted before it.
         return min(self._lines, key=lambda line: self._lines[line][0][0])
-
-    def _stands_back(self, line: int) -> bool:
-        urgencies = [job.urgency for _, job in self._lines[line]]
-        return urgencies[0] is not Urgency.FREE and Urgency.NOW not in urgencies

@@ -14,7 +14,7 @@ import torch
 
 from ..storage import Tracked
 from ..trace import Recorder
-from .board import Board, Job, Urgency, Waits
+from .board import Board, Job, Waits
 from .monitor import Monitor
 from .ticket import Ticket
 
@@ -61,7 +61,6 @@ class Lane:
         writes: Sequence[Tracked] = (),
         keep: Any = None,
         line: int = 0,
-        urgency: Urgency = Urgency.NOW,
     ) -> Ticket:
         """Queue ``run``.
 
@@ -74,7 +73,6 @@ class Lane:
             writes: buffers the work writes.
             keep: anything that must stay alive until the device has finished.
             line: work of one line stays in order; among lines with ready work the smallest goes first.
-            urgency: how soon the work is needed.
 
         Returns:
             The ticket of the work.
@@ -82,7 +80,7 @@ class Lane:
         ticket = Ticket(name)
         ticket.keep = keep
         origin = self.monitor.fork(submitter) if self.monitor is not None else None
-        self._board.put(line, Job(run, ticket, after or {}, reads, writes, origin, urgency))
+        self._board.put(line, Job(run, ticket, after or {}, reads, writes, origin))
         if self._thread is None:
             self._thread = threading.Thread(
                 target=_serve, args=(weakref.ref(self), self._board), name=f"slideformer-{self.name}", daemon=True
