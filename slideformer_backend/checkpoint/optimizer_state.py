@@ -40,19 +40,23 @@ class _StateHooks:
         self._loaded: dict[int, dict[str, Any]] = {}
         self._own: dict[torch.Tensor, dict[str, Any]] = {}
 
+    def _records(self) -> list[ParamRecord]:
+        """The optimizer's records, but for those that a later optimizer has taken over, states included."""
+        return [record for record, _ in self._binding.records() if record.binding is self._binding]
+
     def export(self, optimizer: Optimizer) -> None:
         """Before ``state_dict``: fill ``optimizer.state`` from the slabs."""
         engine = self._engine()
         if engine is None:
             return
         engine.settle()
-        for record, _ in self._binding.records():
+        for record in self._records():
             if record.steps:
                 optimizer.state[record.parameter] = self._state_of(engine, record)
 
     def forget(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """After ``state_dict``: the copies leave with it."""
-        for record, _ in self._binding.records():
+        for record in self._records():
             optimizer.state.pop(record.parameter, None)
 
     def leave(self) -> None:
@@ -61,7 +65,7 @@ class _StateHooks:
         if engine is None or not self._binding.is_alive:
             return
         optimizer = self._binding.optimizer
-        for record, _ in self._binding.records():
+        for record in self._records():
             if record.steps:
                 state = self._state_of(engine, record)
                 optimizer.state[record.parameter] = {
@@ -72,7 +76,7 @@ class _StateHooks:
 
     def remember(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Before ``load_state_dict`` casts states to the parameter's dtype: keep the originals."""
-        ours = {id(record.parameter) for record, _ in self._binding.records()}
+        ours = {id(record.parameter) for record in self._records()}
         current = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         saved = [number for group in state["param_groups"] for number in group["params"]]
         self._loaded = {
@@ -89,7 +93,7 @@ class _StateHooks:
             return
         engine.settle()
         self._binding.assign()
-        for record, _ in self._binding.records():
+        for record in self._records():
             optimizer.state.pop(record.parameter, None)
             state = loaded.get(id(record.parameter))
             engine.load_state(record, state or {})
@@ -122,7 +126,7 @@ class _OwnStateHooks(_StateHooks):
             return
         engine.settle()
         self._own = {}
-        for record, _ in self._binding.records():
+        for record in self._records():
             state = optimizer.state.get(record.parameter)
             master = engine.master_of(record)
             if state and master is not None:
@@ -142,7 +146,7 @@ class _OwnStateHooks(_StateHooks):
             return
         engine.settle()
         self._binding.assign()
-        for record, _ in self._binding.records():
+        for record in self._records():
             saved = loaded.get(id(record.parameter))
             if saved is None:
                 continue
