@@ -46,7 +46,7 @@ class PendingMove:
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         forget(module)
         if engine_around(module) is None:
-            module._apply(self._moved)  # type: ignore[no-untyped-call]  # torch does not annotate it
+            module._apply(self._moved)
             # The script may have put its batch where `model.device` was.
             args, kwargs = tree_map(self._moved, (args, kwargs))
         return args, kwargs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -134,10 +135,29 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, a
     beta = 0 if is_first else 1
     if left.dtype == torch.float32:
         total.addmm_(left, right, beta=beta, alpha=alpha)
-    elif total.is_cuda:
+    elif total.is_cuda and _has_wide_sum(total.device, left.dtype):
         torch.ops.aten.addmm.dtype_out(total, left, right, torch.float32, beta=beta, alpha=alpha, out=total)
+    elif total.is_cuda:
+        # one more tensor of the size of the weight, and one more pass over it
+        product = torch.mm(left, right, out_dtype=torch.float32)
+        if is_first:
+            torch.mul(product, alpha, out=total)
+        else:
+            total.add_(product, alpha=alpha)
     else:
         total.addmm_(left.float(), right.float(), beta=beta, alpha=alpha)
+
+
+@functools.cache
+def _has_wide_sum(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether 16-bit matrices can be multiplied into an fp32 sum in place (a matter of library and device)."""
+    total = torch.zeros(16, 16, device=device)
+    factor = torch.zeros(16, 16, device=device, dtype=dtype)
+    try:
+        torch.ops.aten.addmm.dtype_out(total, factor, factor, torch.float32, beta=1, alpha=1, out=total)
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
 
 
 def _no_autocast(tensor: torch.Tensor) -> torch.autocast:

@@ -17,7 +17,7 @@ BLOCK = 1024
 
 
 @triton.jit
-def _tl_scaled(g, c, DTYPE: tl.constexpr):  # noqa: ANN001, ANN202
+def _tl_scaled(g, c, DTYPE: tl.constexpr):
     """g·c rounded to the gradient's dtype, as an in-place clip leaves it; g itself when c is 1."""
     return tl.where(c == 1.0, g, (g * c).to(DTYPE).to(tl.float32))
 

@@ -16,7 +16,7 @@ LANES = 1024
 
 
 @triton.jit
-def _sum_squares_kernel(g_ptr, out_ptr, n, LANES: tl.constexpr, ROWS: tl.constexpr):  # noqa: ANN001, ANN202
+def _sum_squares_kernel(g_ptr, out_ptr, n, LANES: tl.constexpr, ROWS: tl.constexpr):
     block = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
     total = tl.zeros((LANES,), dtype=tl.float64)

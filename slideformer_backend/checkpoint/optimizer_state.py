@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim import Optimizer
@@ -17,10 +19,17 @@ MASTER = "master"
 """Key of the fp32 master weights in an optimizer state, beside torch's own keys; absent where the parameter is fp32."""
 
 
+_WIDE: WeakKeyDictionary[Optimizer, dict[int, dict[str, Any]]] = WeakKeyDictionary()
+"""fp32 moments and masters of low-precision parameters at the last detach, by parameter id: another engine goes on
+from them bit for bit, unless the optimizer's own states have changed since."""
+
+
 def install_optimizer_hooks(engine: Engine, binding: Binding) -> None:
     """State-dict hooks on the user's optimizer: states live in slabs, torch's format leaves and enters.
 
-    An optimizer that runs as itself keeps its own states; they gain the masters, and keep their dtype when loaded.
+    States that the optimizer has already (it stepped before it was bound) enter now, and all leave when the engine is
+    detached, so that training goes on from there with or without another engine. An optimizer that runs as itself keeps
+    its own states; they gain the masters, and keep their dtype when loaded.
     """
     hooks = _StateHooks(engine, binding) if binding.rule is not None else _OwnStateHooks(engine, binding)
     optimizer = binding.optimizer
@@ -29,6 +38,7 @@ def install_optimizer_hooks(engine: Engine, binding: Binding) -> None:
     engine.add_hook(optimizer.register_state_dict_post_hook(hooks.forget))
     engine.add_hook(optimizer.register_load_state_dict_pre_hook(hooks.remember))
     engine.add_hook(optimizer.register_load_state_dict_post_hook(hooks.take))
+    hooks.adopt()
 
 
 class _StateHooks:
@@ -59,21 +69,6 @@ class _StateHooks:
         for record in self._records():
             optimizer.state.pop(record.parameter, None)
 
-    def leave(self) -> None:
-        """At the end of management: plain torch goes on with the moments, in its own dtype (the parameter's)."""
-        engine = self._engine()
-        if engine is None or not self._binding.is_alive:
-            return
-        optimizer = self._binding.optimizer
-        for record in self._records():
-            if record.steps:
-                state = self._state_of(engine, record)
-                optimizer.state[record.parameter] = {
-                    name: value.to(record.spec.dtype) if name != "step" and value is not None else value
-                    for name, value in state.items()
-                    if name != MASTER
-                }
-
     def remember(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Before ``load_state_dict`` casts states to the parameter's dtype: keep the originals."""
         ours = {id(record.parameter) for record in self._records()}
@@ -98,6 +93,36 @@ class _StateHooks:
             state = loaded.get(id(record.parameter))
             engine.load_state(record, state or {})
 
+    def adopt(self) -> None:
+        """Take over the states that the optimizer holds itself."""
+        engine, optimizer = self._engine(), self._binding.optimizer
+        wide = _WIDE.pop(optimizer, {})
+        held = [(record, optimizer.state.pop(record.parameter, {})) for record in self._records()]
+        # A record that has been stepped holds the states of an earlier optimizer; this one starts with its own.
+        held = [(record, state) for record, state in held if state or record.steps]
+        if engine is None or not held:
+            return
+        engine.settle()
+        for record, state in held:
+            engine.load_state(record, _widened(state, wide.get(id(record.parameter), {})))
+
+    def leave(self) -> None:
+        """Leave the states to the optimizer as torch's own step needs them, in each parameter's dtype."""
+        if not self._binding.is_alive:
+            return
+        optimizer = self._binding.optimizer
+        self.export(optimizer)
+        wide = _WIDE[optimizer] = {}
+        for record in self._records():
+            state = optimizer.state.get(record.parameter)
+            if state and record.spec.dtype != torch.float32:
+                wide[id(record.parameter)] = state
+                optimizer.state[record.parameter] = {
+                    name: value.to(record.spec.dtype) if _is_moment(name, value) else value
+                    for name, value in state.items()
+                    if name != MASTER
+                }
+
     def _state_of(self, engine: Engine, record: ParamRecord) -> dict[str, Any]:
         names = self._binding.rule.states_used(record.group or {}) if self._binding.rule is not None else ()
         exported: dict[str, Any] = {}
@@ -116,8 +141,11 @@ class _StateHooks:
 class _OwnStateHooks(_StateHooks):
     """For an optimizer that runs as itself."""
 
-    def leave(self) -> None:
+    def adopt(self) -> None:
         """Its states are its own already."""
+
+    def leave(self) -> None:
+        """Its states stay its own."""
 
     def export(self, optimizer: Optimizer) -> None:
         """Before ``state_dict``: show the masters beside the optimizer's own states."""
@@ -156,3 +184,14 @@ class _OwnStateHooks(_StateHooks):
             for name, value in saved.items():
                 if name != MASTER and isinstance(value, torch.Tensor):
                     current[name] = value.to(current[name].device, copy=True)
+
+
+def _is_moment(name: str, value: object) -> bool:
+    return name != "step" and isinstance(value, torch.Tensor)
+
+
+def _widened(state: Mapping[str, Any], wide: Mapping[str, Any]) -> dict[str, Any]:
+    """``state`` with the fp32 values of ``wide``, where those still round to it."""
+    moments = [name for name, value in state.items() if _is_moment(name, value)]
+    same = all(name in wide and torch.equal(wide[name].to(state[name].dtype), state[name]) for name in moments)
+    return {**state, **(wide if wide and same else {})}

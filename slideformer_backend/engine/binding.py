@@ -20,6 +20,8 @@ from .unit import Entry, ParamRecord
 if TYPE_CHECKING:
     from .engine import Engine
 
+_REPLACED = ("step", "_step_supports_amp_scaling")
+
 
 class Binding:
     """One optimizer of an engine.
@@ -34,12 +36,19 @@ class Binding:
         self._optimizer = weakref.ref(optimizer)
         self.rule = rule_for(optimizer)
         self.was_skipped = False
-        self._previous_step = optimizer.__dict__.get("step")
+        # Our step takes unscaled gradients only. A gradient scaler leaves unscaling, and the decision to step at all,
+        # to optimizers that say they can (fused ones do).
+        self._previous = {name: optimizer.__dict__[name] for name in _REPLACED if name in optimizer.__dict__}
+        optimizer.__dict__["_step_supports_amp_scaling"] = False
         self._scalars: dict[tuple[int, int], tuple[np.float32, ...]] = {}
         step = Optimizer.profile_hook_step(_Step(self))
         if hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # a scheduler made before us counts calls through this mark
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # torch's own mark
         optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]  # with an undo, by design
+
+    def is_bound_to(self, optimizer: Optimizer) -> bool:
+        """Whether this is the binding of ``optimizer``; False once the bound optimizer is gone."""
+        return self._optimizer() is optimizer
 
     @property
     def optimizer(self) -> Optimizer:
@@ -136,9 +145,9 @@ class Binding:
         optimizer = self._optimizer()
         if optimizer is None:
             return
-        optimizer.__dict__.pop("step", None)
-        if self._previous_step is not None:
-            optimizer.__dict__["step"] = self._previous_step
+        for name in _REPLACED:
+            optimizer.__dict__.pop(name, None)
+        optimizer.__dict__.update(self._previous)
 
 
 def _refuse_closure(optimizer: Optimizer) -> None:

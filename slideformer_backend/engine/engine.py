@@ -182,7 +182,7 @@ class Engine:
 
     def binding_of(self, optimizer: Optimizer) -> Binding | None:
         """The binding of an optimizer."""
-        return next((found for found in self._bindings if found.is_alive and found.optimizer is optimizer), None)
+        return next((found for found in self._bindings if found.is_bound_to(optimizer)), None)
 
     def settle(self) -> None:
         """Wait for everything in flight and commit everything: host weights and states are final and idle."""

@@ -102,10 +102,10 @@ class Residency:
         for record in unit.records:
             parameter = record.parameter
             states = _states_of(record, unit)
+            record.host = record.host.to(device, copy=True)
             parameter.__class__ = record.own_class
-            parameter.data = record.host.to(device, copy=True)
+            parameter.data = record.host  # not read back: through the guard, that would be the user's access
             parameter.__class__ = record.guarded_class
-            record.host = parameter.data
             record.spec = record.spec._replace(working=record.spec.dtype)
             record.device_states = {name: state.to(device) for name, state in states.items()}
         if device.type == "cuda":

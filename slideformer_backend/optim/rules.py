@@ -83,7 +83,7 @@ def rule_for(optimizer: Optimizer) -> Rule | None:
 _Family = Literal["adam", "sgd", "lion"]
 _LIONS = {("slideformer_backend.optim.lion", "Lion"), ("lion_pytorch.lion_pytorch", "Lion")}
 """Classes with Lion's plain arithmetic, by name: lion_pytorch need not be installed."""
-_TORCH_WRAPPERS = {"torch.optim.optimizer", "torch.utils._contextlib"}
+_TORCH_WRAPPERS = {"torch.optim.optimizer", "torch.utils._contextlib", "torch._dynamo.eval_frame"}
 """Modules whose wrappers around a method leave its arithmetic alone."""
 
 
@@ -112,7 +112,8 @@ def _family(cls: type) -> _Family | None:
 def _bare(cls: type, name: str) -> object:
     """A method without the wrappers that torch puts around it (profiling, gradient mode); None if absent.
 
-    torch wraps ``step`` of whichever class is instantiated first, so a subclass may own a wrapper of its base's method.
+    torch wraps ``step`` of whichever class is instantiated first, so a subclass may own a wrapper of its base's method;
+    a first use of torch.compile wraps ``_init_group`` of every class, twice where a class inherits it.
     Wrappers of anybody else stay: they may change what a step does.
     """
     method: Any = getattr(cls, name, None)

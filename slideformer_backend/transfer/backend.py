@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
@@ -199,7 +199,8 @@ class CpuBackend(_BackendBase):
 def backend_for(device: torch.device, monitor: Monitor | None = None) -> Backend:
     """The backend of ``device``; raises UnsupportedError for devices other than CUDA (or ROCm) and CPU."""
     if device.type == "cuda":
-        index = device.index if device.index is not None else torch.cuda.current_device()
+        index = cast("int | None", device.index)  # annotated as int, but None in torch.device("cuda")
+        index = torch.cuda.current_device() if index is None else index
         return CudaBackend(torch.device("cuda", index), monitor)
     if device.type == "cpu":
         return CpuBackend(device, monitor)

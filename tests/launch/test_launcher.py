@@ -134,7 +134,7 @@ class TestRefusals:
             (["--use_megatron_lm"], "Megatron"),
             (["--gpu_ids", "0,1"], "gpu_ids"),
             (["--slideformer_update", "never"], "exact, immediate"),
-            (["--slideformer_gpu_memory", "20GiB"], "gpu_memory: this part of SlideFormer is not built yet"),
+            (["--slideformer_state_dtype", "bf16"], "state_dtype: this part of SlideFormer is not built yet"),
         ],
     )
     @pytest.mark.parametrize("config", [None, {"distributed_type": "SLIDEFORMER"}])
@@ -155,7 +155,7 @@ class TestRefusals:
             ({"fsdp_config": {"fsdp_version": 2}}, "fsdp_config contradict"),
             ({"slideformer_config": {"updat": "exact"}}, "unknown key 'updat'.*did you mean 'update'"),
             ({"slideformer_config": {"update": "x"}}, "exact, immediate"),
-            ({"slideformer_config": {"nvme_path": "/x"}}, "nvme_path: this part"),
+            ({"slideformer_config": {"state_dtype": "int8"}}, "state_dtype: this part"),
             ({"slideformer_config": ["update"]}, "section of keys"),
         ],
     )

@@ -136,6 +136,19 @@ def test_subclass_instantiated_before_its_base():
     subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=60)
 
 
+def test_after_the_first_use_of_torch_compile():
+    """torch.compile wraps ``_init_group`` of every optimizer class of torch, whatever is compiled."""
+    program = (
+        "import torch\n"
+        "from slideformer_backend.optim.rules import rule_for\n"
+        "torch.compile(torch.nn.Linear(1, 1), backend='eager')\n"
+        "parameters = [torch.nn.Parameter(torch.ones(2))]\n"
+        "made = [kind(parameters, lr=0.1) for kind in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)]\n"
+        "assert [rule_for(o).name for o in made] == ['adamw', 'adam', 'sgd']\n"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=60)
+
+
 def test_a_scheduler_or_an_engine_may_replace_step_on_the_instance():
     optimizer = AdamW(parameters())
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)

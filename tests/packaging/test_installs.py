@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import zipfile
 from pathlib import Path
 
@@ -113,8 +112,8 @@ def environment(tmp_path_factory):
         folder = tmp_path_factory.mktemp(name)
         run(sys.executable, "-m", "venv", "--without-pip", folder / "env", cwd=folder)
         (site,) = (folder / "env" / "lib").glob("python*/site-packages")
-        outer = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-        (site / "outer.pth").write_text("".join(f"{path}\n" for path in sorted(outer)))
+        outer = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+        (site / "outer.pth").write_text("".join(f"{path}\n" for path in outer))
         (site / "kernels").mkdir()
         (site / "kernels" / "__init__.py").write_text("stub_of_hugging_face = True\n")
         (site / "kernels-0.18.5.dist-info").mkdir()
@@ -139,7 +138,7 @@ def installed(request, environment, source, wheel):
     what = wheel if request.param == "wheel" else source
     run(
         sys.executable, "-m", "pip", "--python", programs / "python", "install", "--quiet", "--no-deps", "--no-index",
-        "--no-build-isolation", *MODES[request.param], what, cwd=programs,
+        "--no-build-isolation", "--ignore-installed", *MODES[request.param], what, cwd=programs,
     )  # fmt: skip
     return programs
 

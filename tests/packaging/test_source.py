@@ -89,11 +89,10 @@ def test_files_are_short():
     assert [path for path in sources() if len(path.read_text().splitlines()) > 400] == []
 
 
-@pytest.mark.parametrize("command", [("check",), ("format", "--check")])
-def test_ruff(command):
+def test_lint():
     pytest.importorskip("ruff", reason="ruff is part of the extra [test]")
     done = subprocess.run(
-        [sys.executable, "-m", "ruff", *command, "."], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-m", "ruff", "check", "."], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
