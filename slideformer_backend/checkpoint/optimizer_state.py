@@ -50,24 +50,28 @@ class _StateHooks:
         self._loaded: dict[int, dict[str, Any]] = {}
         self._own: dict[torch.Tensor, dict[str, Any]] = {}
 
+    def _records(self) -> list[ParamRecord]:
+        """The optimizer's records, but for those that a later optimizer has taken over, states included."""
+        return [record for record, _ in self._binding.records() if record.binding is self._binding]
+
     def export(self, optimizer: Optimizer) -> None:
         """Before ``state_dict``: fill ``optimizer.state`` from the slabs."""
         engine = self._engine()
         if engine is None:
             return
         engine.settle()
-        for record, _ in self._binding.records():
+        for record in self._records():
             if record.steps:
                 optimizer.state[record.parameter] = self._state_of(engine, record)
 
     def forget(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """After ``state_dict``: the copies leave with it."""
-        for record, _ in self._binding.records():
+        for record in self._records():
             optimizer.state.pop(record.parameter, None)
 
     def remember(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Before ``load_state_dict`` casts states to the parameter's dtype: keep the originals."""
-        ours = {id(record.parameter) for record, _ in self._binding.records()}
+        ours = {id(record.parameter) for record in self._records()}
         current = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         saved = [number for group in state["param_groups"] for number in group["params"]]
         self._loaded = {
@@ -84,7 +88,7 @@ class _StateHooks:
             return
         engine.settle()
         self._binding.assign()
-        for record, _ in self._binding.records():
+        for record in self._records():
             optimizer.state.pop(record.parameter, None)
             state = loaded.get(id(record.parameter))
             engine.load_state(record, state or {})
@@ -93,7 +97,7 @@ class _StateHooks:
         """Take over the states that the optimizer holds itself."""
         engine, optimizer = self._engine(), self._binding.optimizer
         wide = _WIDE.pop(optimizer, {})
-        held = [(record, optimizer.state.pop(record.parameter, {})) for record, _ in self._binding.records()]
+        held = [(record, optimizer.state.pop(record.parameter, {})) for record in self._records()]
         # A record that has been stepped holds the states of an earlier optimizer; this one starts with its own.
         held = [(record, state) for record, state in held if state or record.steps]
         if engine is None or not held:
@@ -109,7 +113,7 @@ class _StateHooks:
         optimizer = self._binding.optimizer
         self.export(optimizer)
         wide = _WIDE[optimizer] = {}
-        for record, _ in self._binding.records():
+        for record in self._records():
             state = optimizer.state.get(record.parameter)
             if state and record.spec.dtype != torch.float32:
                 wide[id(record.parameter)] = state
@@ -150,7 +154,7 @@ class _OwnStateHooks(_StateHooks):
             return
         engine.settle()
         self._own = {}
-        for record, _ in self._binding.records():
+        for record in self._records():
             state = optimizer.state.get(record.parameter)
             master = engine.master_of(record)
             if state and master is not None:
@@ -170,7 +174,7 @@ class _OwnStateHooks(_StateHooks):
             return
         engine.settle()
         self._binding.assign()
-        for record, _ in self._binding.records():
+        for record in self._records():
             saved = loaded.get(id(record.parameter))
             if saved is None:
                 continue

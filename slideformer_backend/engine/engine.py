@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -85,16 +85,15 @@ class Engine:
         self.edges = Edges(self.backend, edges, self.policy, device_units)
         self.residency = Residency(config, self.backend, self.window, self.policy, self.memory)
         self.residency.start_edges(edges)
-        self.backward = Backward(
-            self.backend, self.window, self.policy, self.edges, self._fetch_for_backward, self._expects_step
-        )
+        fetch, expects = self._fetch_for_backward, self._expects_step
+        self.backward = Backward(self.backend, self.window, self.policy, self.edges, fetch, expects)
         self.stepper = Stepper(config, self.backend, self.policy, self.edges)
         self.schedule = Schedule(self.sliding)
         self.is_detached = False
         self._bindings: list[Binding] = []
         self._bind_hooks: list[Callable[[Engine, Binding], None]] = []
         self._detach_hooks: list[Callable[[], None]] = []
-        self._records: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._records: MutableMapping[torch.Tensor, ParamRecord] = WeakIdKeyDictionary()
         self._hooks: list[Removable] = []
         self._forwards: list[UnitForward] = []
         self._usual_count = 1
@@ -125,7 +124,7 @@ class Engine:
         self._bind_hooks.append(hook)
 
     def on_detach(self, hook: Callable[[], None]) -> None:
-        """Call ``hook`` when everything has settled and nothing has been undone yet."""
+        """Call ``hook`` when all has settled and nothing is undone yet."""
         self._detach_hooks.append(hook)
 
     def add_hook(self, handle: Removable) -> None:
@@ -135,12 +134,11 @@ class Engine:
     def owns(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Whether every one of ``parameters`` is managed here (and there is one)."""
         found = [self.record_of(parameter) for parameter in parameters]
-        return bool(found) and all(record is not None for record in found)
+        return bool(found) and None not in found
 
     def record_of(self, parameter: torch.Tensor) -> ParamRecord | None:
         """The record of a managed parameter."""
-        record: ParamRecord | None = self._records.get(parameter)
-        return record
+        return self._records.get(parameter)
 
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
@@ -326,8 +324,8 @@ class Engine:
             self.policy.settle(unit)
             if unit.updates_on_device:
                 DeviceUnits.allocate(unit, binding.rule)
-            else:
-                allocate_states(unit, binding.rule, self.memory, in_place=isinstance(self.policy, Immediate))
+                continue
+            allocate_states(unit, binding.rule, self.memory, in_place=isinstance(self.policy, Immediate))
         for record in records:
             if record.steps:
                 load_states(record, {}, tuple({*record.unit.states, *record.device_states} - {MASTER, LOW}))
