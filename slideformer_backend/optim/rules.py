@@ -83,7 +83,7 @@ def rule_for(optimizer: Optimizer) -> Rule | None:
 _Family = Literal["adam", "sgd", "lion"]
 _LIONS = {("slideformer_backend.optim.lion", "Lion"), ("lion_pytorch.lion_pytorch", "Lion")}
 """Classes with Lion's plain arithmetic, by name: lion_pytorch need not be installed."""
-_TORCH_WRAPPERS = {"torch.optim.optimizer", "torch.utils._contextlib"}
+_TORCH_WRAPPERS = {"torch.optim.optimizer", "torch.utils._contextlib", "torch._dynamo.eval_frame"}
 """Modules whose wrappers around a method leave its arithmetic alone."""
 
 
@@ -110,8 +110,9 @@ def _family(cls: type) -> _Family | None:
 
 
 def _bare(cls: type, name: str) -> object:
-    """A method without the wrappers that torch puts around it (profiling, gradient mode); None if absent.
+    """A method without the wrappers that torch puts around it; None if absent.
 
+    They profile, set the gradient mode, and (once torch._dynamo is imported) keep torch.compile out.
     torch wraps ``step`` of whichever class is instantiated first, so a subclass may own a wrapper of its base's method.
     Wrappers of anybody else stay: they may change what a step does.
     """

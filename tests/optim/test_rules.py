@@ -136,6 +136,19 @@ def test_subclass_instantiated_before_its_base():
     subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=60)
 
 
+def test_classes_that_torch_compile_has_wrapped():
+    """Importing torch._dynamo wraps methods of every optimizer class, AdamW's apart from those it inherits."""
+    code = (
+        "import torch, torch._dynamo\n"
+        "from slideformer_backend.optim.rules import rule_for\n"
+        "torch.compile(torch.nn.Linear(1, 1), backend='eager')\n"
+        "p = [torch.nn.Parameter(torch.ones(4))]\n"
+        "print([rule_for(kind(p, lr=0.1)).name for kind in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)])\n"
+    )
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output.strip() == "['adamw', 'adam', 'sgd']"
+
+
 def test_a_scheduler_or_an_engine_may_replace_step_on_the_instance():
     optimizer = AdamW(parameters())
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
