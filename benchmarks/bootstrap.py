@@ -217,14 +217,15 @@ def _install(environment: Environment, torch: Torch, extras: Sequence[str]) -> N
     if subprocess.run([*pip, "--version"], capture_output=True, check=False).returncode != 0:
         pip = [sys.executable, "-m", "pip", "--python", str(environment.python)]
     package = f"{ROOT}[{','.join(extras)}]" if extras else str(ROOT)
-    log = environment.folder / "pip.log"
-    command = [*pip, "install", "--disable-pip-version-check", "--progress-bar", "off", "-qq", "--log", str(log)]
+    command = [*pip, "install", "--disable-pip-version-check", "--progress-bar", "off", "-qq"]
     if torch.inherited:
         if importlib.util.find_spec("setuptools") is not None:
+            # venv brings an old one up to Python 3.11; it would hide the one that fits the inherited torch.
+            subprocess.run([*pip, "uninstall", "--yes", "-qq", "setuptools"], check=False)
             command.append("--no-build-isolation")
     else:
         command += ["--constraint", str(CONSTRAINTS), TORCH]
-    say(f"installing the package with extras [{', '.join(extras)}]; details in {log}")
+    say(f"installing the package with extras [{', '.join(extras)}]; the first time this takes minutes")
     _run([*command, "--editable", package])
     if not environment.command("accelerate").exists():
         _write_console_script(environment, "accelerate", "accelerate.commands.accelerate_cli")

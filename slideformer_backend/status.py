@@ -96,6 +96,7 @@ class StatusLine:
         self._started = clock()
         self._drawn = float("-inf")
         self._shown = 0
+        self._is_complete = False
         self._samples: deque[Sample] = deque([Sample(self._started, 0.0, {})])
         self._progress = Progress(
             TextColumn("[bold]training"),
@@ -127,7 +128,7 @@ class StatusLine:
     def step(self) -> None:
         """An optimizer step has been taken."""
         self._steps += 1
-        self._draw(last=self._steps == self._total)
+        self._draw(last=False)
 
     def log(self, values: Mapping[str, object]) -> None:
         """Values that the script logged: its own loss and tokens per second are shown in place of ours."""
@@ -136,6 +137,10 @@ class StatusLine:
                 self._logged[name] = value.item()
             elif isinstance(value, (int, float)):
                 self._logged[name] = float(value)
+        if self._steps == self._total and not self._is_complete:
+            # Scripts log a step's values after it: only now is the last step known in full.
+            self._is_complete = True
+            self._draw(last=True)
 
     def close(self) -> None:
         """Draws the last state and gives the terminal back; a second call does nothing."""

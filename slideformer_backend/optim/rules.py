@@ -110,10 +110,10 @@ def _family(cls: type) -> _Family | None:
 
 
 def _bare(cls: type, name: str) -> object:
-    """A method without the wrappers that torch puts around it; None if absent.
+    """A method without the wrappers that torch puts around it (profiling, gradient mode); None if absent.
 
-    They profile, set the gradient mode, and (once torch._dynamo is imported) keep torch.compile out.
-    torch wraps ``step`` of whichever class is instantiated first, so a subclass may own a wrapper of its base's method.
+    torch wraps ``step`` of whichever class is instantiated first, so a subclass may own a wrapper of its base's method;
+    a first use of torch.compile wraps ``_init_group`` of every class, twice where a class inherits it.
     Wrappers of anybody else stay: they may change what a step does.
     """
     method: Any = getattr(cls, name, None)

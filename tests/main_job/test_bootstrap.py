@@ -127,6 +127,25 @@ def test_inheriting_environment_sees_our_packages_and_runs_its_own_scripts(boots
     assert Path(rich).exists()
 
 
+@pytest.mark.install
+def test_inheriting_environment_installs_without_a_registry(bootstrap, tmp_path, monkeypatch):
+    """As on a GPU machine that nothing can be fetched to, and whose Python has all that is needed."""
+    monkeypatch.setattr(bootstrap, "has_nvidia_gpu", lambda: True)
+    monkeypatch.setattr(bootstrap, "torch_of", lambda python: ((2, 13), True))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
+    environment = bootstrap.prepare(tmp_path / "env", ["bench"])
+    program = "import sys, slideformer_backend as s, torch; print(sys.prefix, s.__file__, torch.__file__, sep='\\n')"
+    shown = subprocess.run(
+        [environment.python, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    prefix, ours, torch = map(Path, shown.stdout.split())
+    assert prefix == tmp_path / "env"
+    assert ours.is_relative_to(ROOT)
+    assert not torch.is_relative_to(prefix)
+    assert environment.command("accelerate").read_text().startswith(f"#!{environment.python}\n")
+
+
 def test_torch_is_asked_for_in_another_process(bootstrap):
     version, cuda = bootstrap.torch_of(sys.executable)
     assert version >= (2, 9)

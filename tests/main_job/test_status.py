@@ -57,12 +57,23 @@ def test_a_file_gets_lines_with_every_figure(line, report, stream, clock):
     assert stream.getvalue().endswith("waits: compute on weights 50%, host on update 25%\n")
 
 
-def test_lines_are_rare_but_the_last_step_is_always_shown(line, stream, clock):
+def test_lines_are_rare_but_the_last_step_is_always_shown_as_logged(line, stream, clock):
     line.expect(3)
     for clock.now in (11.0, 12.0, 13.0):
         line.step()
-    shown = [text.split("  ")[0] for text in stream.getvalue().splitlines()]
-    assert shown == ["step 1/3", "step 3/3"]
+        line.log({"loss": clock.now})
+    line.close()
+    shown = [text.split("  ")[:2] for text in stream.getvalue().splitlines()]
+    assert shown == [["step 1/3", "0 tokens/s"], ["step 3/3", "loss 13.0000"]]
+
+
+def test_closing_shows_a_last_step_that_nobody_logged(line, stream, clock):
+    line.expect(2)
+    for clock.now in (11.0, 12.0):
+        line.step()
+    line.close()
+    line.close()
+    assert [text.split("  ")[0] for text in stream.getvalue().splitlines()] == ["step 1/2", "step 2/2"]
 
 
 def test_logged_values_take_the_place_of_ours(line, stream, clock):
