@@ -23,13 +23,13 @@ BLOCK = 65536
 
 
 class Update(NamedTuple):
-    """An update of ``count`` elements from a gradient in a buffer: those of ``record``, and of the parameters that
+    """An update of ``elements`` elements from a gradient in a buffer: those of ``record``, and of the parameters that
     follow it in every slab when they take the same update."""
 
     record: ParamRecord
     entry: Entry
     gradient: Slab
-    count: int
+    elements: int
 
     @classmethod
     def of(cls, record: ParamRecord, entry: Entry, gradient: Slab) -> Update:
@@ -45,9 +45,9 @@ class Update(NamedTuple):
             and mine.unit is next_.unit
             and mine.spec.dtype == next_.spec.dtype
             and mine.spec.working == next_.spec.working
-            and mine.place.state + self.count == next_.place.state
-            and mine.place.weight + self.count * mine.spec.working.itemsize == next_.place.weight
-            and mine.place.gradient + self.count * mine.spec.dtype.itemsize == next_.place.gradient
+            and mine.place.state + self.elements == next_.place.state
+            and mine.place.weight + self.elements * mine.spec.working.itemsize == next_.place.weight
+            and mine.place.gradient + self.elements * mine.spec.dtype.itemsize == next_.place.gradient
         )
 
 
@@ -136,7 +136,9 @@ class Arithmetic:
 
     def _run(self, kernel: Callable[..., None], items: Sequence[tuple[Update, ...]]) -> None:
         jobs = [
-            partial(kernel, part, *item) for item in _merged(items) for part in self._cut(item[0].count, item[0].count)
+            partial(kernel, part, *item)
+            for item in _merged(items)
+            for part in self._cut(item[0].elements, item[0].elements)
         ]
         self._workers.run(jobs)
 
@@ -155,7 +157,7 @@ def _merged(items: Sequence[tuple[Update, ...]]) -> list[tuple[Update, ...]]:
     for item in items:
         last = merged[-1] if merged else None
         if last is not None and all(old.is_followed_by(new) for old, new in zip(last, item, strict=True)):
-            merged[-1] = tuple(update._replace(count=update.count + item[0].count) for update in last)
+            merged[-1] = tuple(update._replace(elements=update.elements + item[0].elements) for update in last)
         else:
             merged.append(item)
     return merged
@@ -181,7 +183,7 @@ def sequential_sum(partials: np.ndarray) -> float:
 
 
 def _arrays(item: Update, part: slice) -> tuple[np.ndarray, tuple[np.ndarray, ...], np.ndarray]:
-    record, count = item.record, item.count
+    record, count = item.record, item.elements
     states = tuple(record.state_array(name, count)[part] for name in item.entry.states)
     return record.state_array("master", count)[part], states, gradient_array(record, item.gradient, count)[part]
 
@@ -196,7 +198,7 @@ def _peek(part: slice, item: Update) -> None:
     master, states, gradient = _arrays(item, part)
     rule, _, scalars, coefficient = item.entry
     record = item.record
-    weights = record.weight_array(item.count)[part]
+    weights = record.weight_array(item.elements)[part]
     kernels.peek(
         rule, master, states, gradient, record.gradient_kind, coefficient, scalars, weights, record.weight_kind
     )
@@ -209,20 +211,20 @@ def _advance(part: slice, old: Update, new: Update) -> None:
         _peek(part, new)
         return
     master, states, logged = _arrays(old, part)
-    arrived = gradient_array(record, new.gradient, new.count)[part]
+    arrived = gradient_array(record, new.gradient, new.elements)[part]
     kernels.advance(
         old.entry.rule,
         master,
         states,
         Pending(logged, record.gradient_kind, old.entry.coefficient, old.entry.scalars),
         Pending(arrived, record.gradient_kind, new.entry.coefficient, new.entry.scalars),
-        record.weight_array(old.count)[part],
+        record.weight_array(old.elements)[part],
         record.weight_kind,
     )
 
 
 def _update(part: slice, item: Update) -> None:
-    record, count = item.record, item.count
+    record, count = item.record, item.elements
     rule, names, scalars, coefficient = item.entry
     gradient = gradient_array(record, item.gradient, count)[part]
     states = tuple(record.state_array(name, count)[part] for name in names)

@@ -6,7 +6,7 @@ import inspect
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -119,7 +119,7 @@ class Binding:
             raise RuntimeError("an optimizer without a fused rule has no log entries")
         return Entry(rule, rule.states_used(group), rule.scalars(group, record.steps + 1), coefficient)
 
-    def warm_up(self, records: Sequence[ParamRecord], update: str) -> None:
+    def warm_up(self, records: Sequence[ParamRecord], update: Literal["exact", "immediate"]) -> None:
         """Compile the kernels that these parameters need under this policy, before the first step."""
         for record in records:
             if self.rule is not None and record.group is not None:
