@@ -22,8 +22,10 @@ VALUES = {
     "lazy_logits": False,
     "trace": "trace.json",
     "host_memory": "100 GB",
+    "recompute": "never",
     "activations": "host",
     "kernels": "rms_norm,swiglu",
+    "lazy_logits": False,
     "weights": "nvme",
     "optimizer_states": "nvme",
     "nvme_path": "/scratch",
@@ -31,6 +33,7 @@ VALUES = {
     "strategy": "lsp",
     "lsp": {"rank": 8},
     "state_dtype": "bf16",
+    "trace": "trace.json",
     "report": "report.json",
 }
 LATER = [key.name for key in keys() if not key.metadata["built"]]
