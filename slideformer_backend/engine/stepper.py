@@ -12,7 +12,7 @@ from ..config import SlideFormerConfig
 from ..errors import SlideFormerError, UnsupportedError
 from ..transfer import Backend
 from .binding import Binding
-from .clip import as_tensor, clip_to, total_norm
+from .clip import as_tensor, clip_to, norm_as_torch, total_norm
 from .edges import Edges
 from .immediate import Immediate
 from .redo_log import RedoLog
@@ -56,7 +56,8 @@ class Stepper:
                 self._apply_coefficient(record)
         self.measure({record.unit for record in records})
         present = [record for record in records if record.has_gradient]
-        norm = total_norm(present)
+        as_torch = norm_as_torch(present) if self._backend.device.type == "cpu" else None
+        norm = total_norm(present) if as_torch is None else as_torch.item()
         if not math.isinf(max_norm):
             clip_to(present, norm, max_norm)
             self._edges.clip([record for record in present if record.unit.is_edge])

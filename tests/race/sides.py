@@ -165,6 +165,9 @@ class PlainSide(Side):
         for parameter in sorted(present, key=lambda p: self._unit(p)):
             total += self._square_sum(parameter)
         norm = math.sqrt(total) if total == total else total
+        gradients = [p.grad for p in present]
+        if gradients and all(g.dtype == torch.float32 for g in gradients):  # on a CPU the engine measures fp32 as torch
+            norm = torch.nn.utils.get_total_norm(gradients).item()
         coefficient = clip_coefficient(norm, max_norm)
         if not math.isinf(max_norm) and coefficient != ONE:
             for parameter in present:
