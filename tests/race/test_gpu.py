@@ -59,7 +59,7 @@ def _train(
     device = torch.device("cuda")
     model: Toy = make_toy(kind, 0, width=WIDTH, blocks=BLOCKS)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-    engine = attach(model, SlideFormerConfig(cpu_threads=2, update=update, recompute="always"), device=device,
+    engine = attach(model, SlideFormerConfig(cpu_threads=2, update=update, gpu_memory="1KiB"), device=device,
                     monitor=monitor)  # fmt: skip
     engine.bind(optimizer)
     _delay(engine, delayed, most_ms, seed=7)
