@@ -6,6 +6,7 @@ program, with the engine's own kernel ``commit``. So only the policy is under te
 
 from __future__ import annotations
 
+import abc
 import math
 from typing import Any
 
@@ -41,7 +42,7 @@ def make_optimizers(model: nn.Module, count: int, rule: str) -> list[Optimizer]:
     return made
 
 
-class Side:
+class Side(abc.ABC):
     """What events act on."""
 
     def __init__(self, kind: str, seed: int, optimizers: int, rule: str) -> None:
@@ -58,11 +59,13 @@ class Side:
     def hint(self, is_last: bool) -> None:
         """What Accelerate says about the next backward."""
 
+    @abc.abstractmethod
     def clip(self, parameters: list[nn.Parameter], max_norm: float) -> torch.Tensor:
-        raise NotImplementedError
+        """``clip_grad_norm_``: the total norm before clipping."""
 
+    @abc.abstractmethod
     def step(self, number: int) -> None:
-        raise NotImplementedError
+        """``step()`` of optimizer ``number``."""
 
     def wrote(self, parameters: list[nn.Parameter]) -> None:
         """Weights were written by user code."""
