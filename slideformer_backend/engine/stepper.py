@@ -56,7 +56,7 @@ class Stepper:
                 self._apply_coefficient(record)
         self.measure({record.unit for record in records})
         present = [record for record in records if record.has_gradient]
-        as_torch = norm_as_torch(present) if self._backend.device.type == "cpu" else None
+        as_torch = self._norm_as_torch(present) if self._backend.device.type == "cpu" else None
         norm = total_norm(present) if as_torch is None else as_torch.item()
         if not math.isinf(max_norm):
             clip_to(present, norm, max_norm)
@@ -93,6 +93,15 @@ class Stepper:
         for unit in {record.unit for record in present if record.unit.is_edge and not record.unit.updates_on_device}:
             self._edges.drop_spent(unit)
             self._edges.send_weights(unit, [record for record in present if record.unit is unit])
+
+    def _norm_as_torch(self, records: Sequence[ParamRecord]) -> torch.Tensor | None:
+        if any(record.spec.dtype != torch.float32 for record in records):
+            return None
+        for unit in {record.unit for record in records}:
+            if unit.gradient is not None:
+                self._backend.synchronize("host waits for gradient", unit.gradient.filled)
+                self._backend.touch_host(f"norm of {unit.name}", reads=(unit.gradient.slab,))
+        return norm_as_torch(records)
 
     def measure(self, units: Iterable[Unit]) -> None:
         """The sums of squares of these units' gradients are known when this returns."""

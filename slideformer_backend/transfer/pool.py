@@ -62,7 +62,7 @@ class GradientPool:
             if self._is_ready(buffer):
                 self._free.remove(buffer)
                 return buffer
-        if len(self._free) >= spare:
+        if self._free and len(self._free) >= spare:
             return self._free.popleft()
         self._created += 1
         slab = self._memory.allocate(f"gradient buffer {self._name}.{self._created}", self.nbytes, dma=True)

@@ -150,7 +150,7 @@ def step_on_masters(optimizer, *, half_up=False):
 
 
 def clip_by_definition(params, max_norm, norm_type=2.0):
-    """Torch's own ``clip_grad_norm_`` for fp32 on the CPU, and for other norms; else with the fp64 norm of DESIGN 4.5."""
+    """Torch's own ``clip_grad_norm_`` for fp32 on the CPU and for other norms; else the fp64 norm of DESIGN 4.5."""
     params = list(params)
     gradients = [p.grad for p in params if p.grad is not None]
     if norm_type != 2.0 or all(g.dtype == torch.float32 and g.device.type == "cpu" for g in gradients):

@@ -58,6 +58,7 @@ class Side(abc.ABC):
 
     def hint(self, is_last: bool) -> None:
         """What Accelerate says about the next backward."""
+        return
 
     @abc.abstractmethod
     def clip(self, parameters: list[nn.Parameter], max_norm: float) -> torch.Tensor:
@@ -69,9 +70,11 @@ class Side(abc.ABC):
 
     def wrote(self, parameters: list[nn.Parameter]) -> None:
         """Weights were written by user code."""
+        return
 
     def move(self, number: int) -> None:
         """The planner makes a unit resident."""
+        return
 
     def states(self) -> list[dict[str, Any]]:
         """Optimizer states as torch's format."""

@@ -15,6 +15,8 @@ DIRECTED: tuple[tuple[str | tuple[str, int], ...], ...] = (
     ("backward", "write_weights", "write_weights", "step_all", "write_weights", "train"),
     ("backward", "backward_inputs", "zero_none", "train"),
     ("backward", "backward_inputs", "scale_gradient", "step_all"),
+    ("backward", "backward_inputs", "clip_all", "clip_all", "clip_all", "step_all"),
+    ("backward_last", "backward_inputs", "clip_all", "clip_all", "step_all", "train"),
     ("backward", "backward_inputs", "hold_gradient", "write_held", "train"),
     ("backward", "clip_all", "clip_all", "clip_all", "step_all", "train"),
     ("train", "clipped", "backward", "clip_all", "backward", "clip_all", "clip_all", "step_all"),
@@ -48,4 +50,10 @@ def workload() -> list[tuple[Events, Setting]]:
         made.append((random_events(seed, 10, IMMEDIATE), setting))
         names = ("train", "assign_gradient", "step_all", "zero_none", "train")
         made.append((tuple((name, seed + place) for place, name in enumerate(names)), setting))
+    found = (("backward", 237307109), ("backward_inputs", 470662271), ("clip_all", 797121232))
+    lazy = {"kind": "bfloat16", "eagerness": 0.0, "nonfinite": "skip"}
+    made.append((found, random_setting(49, optimizers=2, rule="adamw", **lazy)))
+    for seed in (21, 23, 25, 27):  # odd seeds measure norms in device slots, so that no norm waits for the gradient
+        clips = (MICRO, ("clip_all", seed), ("clip_all", seed + 1), ("clip_all", seed + 2), ("step_all", seed))
+        made.append((clips, random_setting(seed, optimizers=1, **lazy)))
     return made
