@@ -56,4 +56,5 @@ def workload() -> list[tuple[Events, Setting]]:
     for seed in (21, 23, 25, 27):  # odd seeds measure norms in device slots, so that no norm waits for the gradient
         clips = (MICRO, ("clip_all", seed), ("clip_all", seed + 1), ("clip_all", seed + 2), ("step_all", seed))
         made.append((clips, random_setting(seed, optimizers=1, **lazy)))
+        made.append((clips, random_setting(seed, optimizers=1, **{**lazy, "kind": "float32"})))
     return made
