@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from .backward import PostBackward, Visit
+from .guard import tensors_in
 from .unit import Unit, Where
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class UnitForward:
                 output = forward(*args, **kwargs)
         if is_traced:
             backend.end("forward", name)
-            for tensor in _tensors(output):
+            for tensor in tensors_in(output):
                 if tensor.requires_grad:
                     tensor.register_hook(lambda _: backend.begin("backward", name))
         return output
@@ -107,7 +108,7 @@ class UnitForward:
                 context_fn=lambda: (engine.window_open(visit), _Repeated(lambda: engine.window_reopen(visit))),
                 **kwargs,
             )
-        for tensor in _tensors(output):
+        for tensor in tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(_OpenHook(backward.open, visit))
         return output
@@ -225,7 +226,7 @@ def _map_inputs(
     close: Callable[[], None], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Put the post-backward identity on every input tensor that requires a gradient."""
-    inputs = [tensor for tensor in _tensors((args, kwargs)) if tensor.requires_grad]
+    inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
     if not inputs:
         return args, kwargs
     passed = PostBackward.apply(close, *inputs)  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -243,15 +244,3 @@ def _replace(value: Any, replaced: dict[int, torch.Tensor]) -> Any:
     if type(value) is dict:
         return {key: _replace(item, replaced) for key, item in value.items()}
     return value
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors in (nested) tuples, lists, dicts and dataclass-like outputs."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)

@@ -133,7 +133,7 @@ def _torch_function(
     special = _property_access(func, args)
     if special is not None:
         return special()
-    guarded = [(tensor, access) for tensor in _tensors((args, kwargs)) if (access := access_of(tensor)) is not None]
+    guarded = [(tensor, access) for tensor in tensors_in((args, kwargs)) if (access := access_of(tensor)) is not None]
     name = getattr(func, "__name__", "")
     writes = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE or "out" in kwargs
     for _, access in guarded:
@@ -162,15 +162,16 @@ def _property_access(func: Callable[..., Any], args: Sequence[Any]) -> Callable[
     return functools.partial(access.set_grad, None)
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Tensors in (nested) tuples, lists and dicts (model outputs are dicts)."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_in(item)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from _tensors(item)
+            yield from tensors_in(item)
 
 
 def _shares_memory(result: Any, tensor: torch.Tensor) -> bool:
@@ -182,5 +183,5 @@ def _shares_memory(result: Any, tensor: torch.Tensor) -> bool:
             and found.grad_fn is None
             and found.device == tensor.device
             and found.untyped_storage().data_ptr() == address
-            for found in _tensors(result)
+            for found in tensors_in(result)
         )
