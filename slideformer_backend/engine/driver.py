@@ -45,7 +45,7 @@ class UnitForward:
         if torch.is_grad_enabled():
             return self._with_graph(engine, module, args, kwargs)
         unit = self._unit
-        if unit.is_edge:
+        if unit.is_resident:
             return self._original(module)(*args, **kwargs)
         engine.enter(unit, Where.FORWARD, is_wide=engine.is_wide(unit))
         try:
@@ -94,7 +94,7 @@ class UnitForward:
 
     def _with_graph(self, engine: Engine, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         unit = self._unit
-        if unit.is_edge:
+        if unit.is_resident:
             return self._resident(engine, module, args, kwargs)
         visit = Visit(unit, is_wide=engine.is_wide(unit))
         backward = engine.backward

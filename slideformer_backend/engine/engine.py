@@ -71,7 +71,7 @@ class Engine:
         pin = self.device.type == "cuda" if config.pin_memory == "auto" else config.pin_memory
         self.memory = HostMemory(pin=pin and self.device.type == "cuda")
         self.units = build_units(model, self.device, autocast_dtype, self.memory)
-        self.sliding = [unit for unit in self.units if not unit.is_edge]
+        self.sliding = [unit for unit in self.units if not unit.is_resident]
         threads = default_threads() if config.cpu_threads == "auto" else config.cpu_threads
         self.workers = WorkerPool(threads)
         depth = 2 if config.prefetch == "auto" else config.prefetch
@@ -81,7 +81,7 @@ class Engine:
         norms = Norms(self.backend, self.memory, arithmetic)
         self.policy = policy(self.backend, self.window, self.memory, arithmetic, norms)
         device_units = DeviceUnits(norms)
-        edges = [unit for unit in self.units if unit.is_edge]
+        edges = [unit for unit in self.units if unit.is_resident]
         self.edges = Edges(self.backend, edges, self.policy, device_units)
         self.residency = Residency(config, self.backend, self.window, self.policy, self.memory)
         self.residency.start_edges(edges)
@@ -340,7 +340,7 @@ class Engine:
                     self._hooks.append(parameter.register_hook(BeforeAccumulation(self, record)))
                     hook = Accumulated(self, record)
                     self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
-                access = EdgeAccess(self, record) if unit.is_edge else ParameterAccess(self, record)
+                access = EdgeAccess(self, record) if unit.is_resident else ParameterAccess(self, record)
                 guard(parameter, access)
                 parameter.__class__ = record.guarded_class
             if unit.module is not None:
@@ -358,7 +358,7 @@ class Engine:
 
     def _fetch_ahead(self, phase: Phase, unit: Unit) -> None:
         for ahead in self.schedule.ahead(phase, unit, self.window.depth):
-            if ahead.weights_are is Weights.CURRENT and not ahead.leases and not ahead.is_edge:
+            if ahead.weights_are is Weights.CURRENT and not ahead.leases and not ahead.is_resident:
                 self._fetch(ahead)
 
     def _fetch_for_backward(self, unit: Unit) -> None:
@@ -368,7 +368,7 @@ class Engine:
 
     def _fetch_first(self) -> None:
         unit = self.schedule.first
-        if unit is None or unit.is_edge or unit.weights_are is not Weights.CURRENT:
+        if unit is None or unit.is_resident or unit.weights_are is not Weights.CURRENT:
             return
         self._fetch(unit)
         self._fetch_ahead(Phase.FORWARD, unit)
@@ -388,6 +388,6 @@ class Engine:
         self._records.pop(parameter, None)
         with torch.no_grad():
             parameter.grad = None
-            shown = parameter.data if record.unit.is_edge else record.host
+            shown = parameter.data if record.unit.is_resident else record.host
             parameter.data = shown.to("cpu", copy=True)
             parameter.grad = gradient

@@ -35,7 +35,7 @@ class BeforeAccumulation(_ParameterHook):
 
     def __call__(self, gradient: torch.Tensor) -> None:
         engine, record = self._engine(), self._record()
-        if engine is not None and record is not None and record.unit.is_edge and not record.unit.updates_on_device:
+        if engine is not None and record is not None and record.unit.is_resident and not record.unit.updates_on_device:
             engine.edges.before_accumulation(record)
 
 
@@ -47,7 +47,7 @@ class Accumulated(_ParameterHook):
         if engine is None or record is None:
             return
         engine.backward.begin()
-        if record.unit.is_edge:
+        if record.unit.is_resident:
             engine.edges.accumulated(record, is_last=engine.backward.is_last)
         else:
             engine.backward.accumulated(record)

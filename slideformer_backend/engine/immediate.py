@@ -84,7 +84,7 @@ class Immediate(UpdatePolicy):
             record.is_exposed = False
         if not records:
             return
-        if unit.is_edge:
+        if unit.is_resident:
             self._absorb_resident(unit, records)
         elif "low" in unit.states:
             written = [record for record in records if id(record) in self._before]

@@ -203,11 +203,11 @@ class UpdatePolicy(abc.ABC):
             record.is_exposed = False
         trainable = [record for record in records if record.spec.is_trainable]
         has_master = "master" in unit.states
-        if not trainable or not (has_master or unit.is_edge):
+        if not trainable or not (has_master or unit.is_resident):
             return
         self.commit(unit)
         after: dict[str, Ticket | None] = {}  # user code was let in after all transfers from the weights
-        if unit.is_edge:
+        if unit.is_resident:
             after["reconcile after weights pulled"] = self.pull(unit)
             for record in unit.records:
                 record.predicted = None

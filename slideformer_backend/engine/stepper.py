@@ -60,14 +60,14 @@ class Stepper:
         norm = total_norm(present) if as_torch is None else as_torch.item()
         if not math.isinf(max_norm):
             clip_to(present, norm, max_norm)
-            self._edges.clip([record for record in present if record.unit.is_edge])
+            self._edges.clip([record for record in present if record.unit.is_resident])
         return as_tensor(norm, self._backend.device)
 
     def step(self, binding: Binding) -> None:
         """One ``step()`` of a bound optimizer: log it, drop it, or let the optimizer run as itself."""
         binding.was_skipped = False
         records = [record for record, _ in binding.records()]
-        for unit in {record.unit for record in records if record.unit.is_edge}:
+        for unit in {record.unit for record in records if record.unit.is_resident}:
             self._edges.copy_gradient(unit, is_last=False)
         if isinstance(self._policy, Immediate):
             self._confirm(self._policy, records)
@@ -90,7 +90,9 @@ class Stepper:
                 binding.run_on(foreign)
         if isinstance(self._policy, RedoLog):
             self._policy.is_clipping = any(record.coefficient != ONE for record in present)
-        for unit in {record.unit for record in present if record.unit.is_edge and not record.unit.updates_on_device}:
+        for unit in {
+            record.unit for record in present if record.unit.is_resident and not record.unit.updates_on_device
+        }:
             self._edges.drop_spent(unit)
             self._edges.send_weights(unit, [record for record in present if record.unit is unit])
 
@@ -109,7 +111,7 @@ class Stepper:
             if unit.updates_on_device:
                 self._edges.device_units.measure(unit)
                 continue
-            if unit.is_edge:
+            if unit.is_resident:
                 self._edges.copy_gradient(unit, is_last=False)
             self._policy.measure(unit)
         for unit in units:
@@ -117,7 +119,7 @@ class Stepper:
             self._backend.touch_host(f"norm of {unit.name}", reads=(unit.norms,))
 
     def _apply_coefficient(self, record: ParamRecord) -> None:
-        if record.unit.is_edge:
+        if record.unit.is_resident:
             self._edges.apply_coefficient(record)
         else:
             self._policy.apply_coefficients(record.unit)
@@ -150,7 +152,7 @@ class Stepper:
         for record in records:
             self._apply_coefficient(record)
         for unit in units:
-            if unit.is_edge:
+            if unit.is_resident:
                 self._edges.copy_gradient(unit, is_last=False)
             self._policy.settle(unit)
             self._backend.synchronize("host waits for gradient", unit.gradient.filled if unit.gradient else None)

@@ -193,14 +193,14 @@ class Unit:
     copied: Ticket | None = None
 
     @property
-    def is_edge(self) -> bool:
+    def is_resident(self) -> bool:
         """Whether the unit stays on the device."""
         return self.where is Where.RESIDENT
 
     @property
     def line(self) -> int:
         """Its line on the update lane: edge units are needed first and last, blocks in forward order."""
-        return -1 - self.index if self.is_edge else self.index
+        return -1 - self.index if self.is_resident else self.index
 
     @property
     def trainable(self) -> list[ParamRecord]:

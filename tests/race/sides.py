@@ -232,8 +232,8 @@ class PlainSide(Side):
         return made
 
     def _unit(self, parameter: nn.Parameter) -> tuple[bool, int]:
-        is_edge, index = self._order[id(parameter)]
-        return is_edge, 0 if is_edge else index
+        is_resident, index = self._order[id(parameter)]
+        return is_resident, 0 if is_resident else index
 
     def _square_sum(self, parameter: nn.Parameter) -> float:
         out = np.zeros(block_count(parameter.numel()), np.float64)
