@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -46,7 +47,10 @@ def wrap_init(original: Callable[..., None]) -> Callable[..., None]:
         session.report_problems()
         refuse_others(signature.bind(self, *args, **kwargs).arguments)
         original(self, *args, **kwargs)
+        state = random.getstate()  # a library of the status line draws a number when it is imported: not the user's
         from slideformer_backend.integrations.accelerator import enable
+
+        random.setstate(state)
 
         enable(self, config)
 

@@ -174,8 +174,8 @@ class SlideFormerConfig:
     )
     gpu_memory: int | Literal["auto"] = _key("auto", _or("auto", SIZE), "GPU memory to plan for")
     host_memory: int | Literal["auto"] = _key("auto", _or("auto", SIZE), "host memory to plan for", built=False)
-    recompute: Literal["auto", "always", "never"] = _key(
-        "auto", one_of("auto", "always", "never"), "whether backward recomputes a unit's activations"
+    recompute: Literal["auto", "always"] = _key(
+        "auto", one_of("auto", "always"), "auto: layers on the GPU keep their activations where they fit"
     )
     activations: Literal["auto", "gpu", "host", "nvme"] = _key(
         "auto", one_of("auto", "gpu", "host", "nvme"), "where the inputs of units wait for backward", built=False

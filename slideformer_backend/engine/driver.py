@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from .backward import PostBackward, Visit
+from .effects import Effects
 from .guard import tensors_in
 from .unit import Unit, Where
 
@@ -161,14 +162,18 @@ class _Runner:
         self._forward = forward
         self._module = module
         self._before = {id(value): _snapshot(value) for value in (*args, *kwargs.values()) if _is_cache(value)}
+        self._effects = Effects(module)
         self._is_first = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._is_first and self._before:
+        if self._is_first:
+            self._is_first = False
+            with self._context(self._module):
+                return self._forward(*args, **kwargs)
+        if self._before:
             args = tuple(self._restored(value) for value in args)
             kwargs = {name: self._restored(value) for name, value in kwargs.items()}
-        self._is_first = False
-        with self._context(self._module):
+        with self._effects.replayed(), self._context(self._module):
             return self._forward(*args, **kwargs)
 
     def _restored(self, value: Any) -> Any:

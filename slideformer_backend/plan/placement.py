@@ -27,7 +27,7 @@ class Placement(NamedTuple):
 
 
 def place(
-    units: Sequence[UnitCost], spare_bytes: int, *, recompute: Literal["auto", "always", "never"] = "auto"
+    units: Sequence[UnitCost], spare_bytes: int, *, recompute: Literal["auto", "always"] = "auto"
 ) -> Placement:
     """Fill ``spare_bytes`` of device memory.
 

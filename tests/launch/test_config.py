@@ -19,7 +19,7 @@ VALUES = {
     "status": "lines",
     "gpu_memory": "20GiB",
     "host_memory": "100 GB",
-    "recompute": "never",
+    "recompute": "always",
     "activations": "host",
     "kernels": "rms_norm,swiglu",
     "lazy_logits": False,

@@ -206,3 +206,31 @@ class TestUnrelatedPrograms:
 
 def test_python_of_the_children_is_ours(python):
     assert python("-c", "import sys; print(sys.executable)").strip() == sys.executable
+
+
+DRAWS = """
+import random
+
+import torch
+from accelerate import Accelerator
+
+random.seed(0)
+model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(4, 4)) for _ in range(3)))
+accelerator = Accelerator(cpu=True)
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+accelerator.backward(model(torch.ones(2, 4)).sum())
+optimizer.step()
+print("DRAWN", random.random(), type(accelerator).__name__)
+"""
+
+
+def test_the_scripts_own_random_numbers_are_not_drawn(python, tmp_path):
+    """A library that we import draws from Python's generator: data order and augmentation would change."""
+    script = tmp_path / "draws.py"
+    script.write_text(DRAWS)
+    drawn = [
+        next(line.split()[1:] for line in python(script, **variables).splitlines() if line.startswith("DRAWN"))
+        for variables in ({}, {"ACCELERATE_USE_SLIDEFORMER": "true"})
+    ]
+    assert drawn[0][0] == drawn[1][0]
+    assert drawn[0][1] != drawn[1][1]
