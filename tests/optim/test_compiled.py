@@ -25,7 +25,7 @@ def compiled(cache: KernelCache):
 def loops(kernel):
     """LLVM code of a kernel after optimization."""
     (signature,) = kernel.signatures
-    return kernel.overloads[signature].library.get_llvm_str()
+    return kernel.inspect_llvm(signature)
 
 
 @pytest.mark.parametrize(
