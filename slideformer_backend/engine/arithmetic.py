@@ -13,13 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..optim import numba_kernels as kernels
+from ..optim.norm import BLOCK, block_count
 from ..optim.rules import Pending
 from ..optim.workers import WorkerPool
 from ..storage import Slab, numpy_view
 from .unit import Entry, ParamRecord
-
-BLOCK = 65536
-"""Elements of one norm partial; slices begin at multiples of it, so no worker count changes a norm (DESIGN 4.5)."""
 
 
 class Update(NamedTuple):
@@ -114,7 +112,7 @@ class Arithmetic:
 
     def square_sums(self, records: Sequence[ParamRecord], gradient: Slab) -> list[float]:
         """Sum of squares of each parameter's gradient: fp64 partials per block, added in order."""
-        partials = [np.zeros(-(-record.numel // BLOCK), np.float64) for record in records]
+        partials = [np.zeros(block_count(record.numel), np.float64) for record in records]
         jobs = []
         for record, out in zip(records, partials, strict=True):
             array = gradient_array(record, gradient)

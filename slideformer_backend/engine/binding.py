@@ -40,7 +40,6 @@ class Binding:
         # to optimizers that say they can (fused ones do).
         self._previous = {name: optimizer.__dict__[name] for name in _REPLACED if name in optimizer.__dict__}
         optimizer.__dict__["_step_supports_amp_scaling"] = False
-        self._scalars: dict[tuple[int, int], tuple[np.float32, ...]] = {}
         step = Optimizer.profile_hook_step(_Step(self))
         if hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # a scheduler made before us counts calls through this mark
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # torch's own mark

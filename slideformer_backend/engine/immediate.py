@@ -21,7 +21,6 @@ class Immediate(UpdatePolicy):
     def __init__(self, *arguments: object) -> None:
         super().__init__(*arguments)  # type: ignore[arg-type]  # the base's own four parameters
         self.applied: set[int] = set()
-        self.applied_steps = 0
         self._before: dict[int, np.ndarray] = {}
 
     def arrive(self, unit: Unit, *, is_last: bool) -> None:
@@ -48,9 +47,7 @@ class Immediate(UpdatePolicy):
 
     def confirm(self, records: Sequence[ParamRecord]) -> None:
         """``step()`` was called for these parameters."""
-        had = len(self.applied)
         self.applied.difference_update(id(record) for record in records)
-        self.applied_steps += had > len(self.applied)
 
     def check_backward(self) -> None:
         """Before a backward changes anything: raises UnsupportedError when the last update was not confirmed."""

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
+from ..optim.norm import block_count
 from ..storage import HostMemory, Slab, Tracked
 from ..transfer import Backend, GradientBuffer, copy
 from .arithmetic import Arithmetic, sequential_sum
 from .device_kernels import sum_squares
 from .unit import ParamRecord, SquareSum, Unit
-
-BLOCK = 65536
 
 
 class Norms:
@@ -91,8 +90,9 @@ class Norms:
     def _partials(self, record: ParamRecord) -> torch.Tensor:
         key = id(record)
         if key not in self._on_device:
-            blocks = -(-record.numel // BLOCK)
-            self._on_device[key] = torch.zeros(blocks, dtype=torch.float64, device=self._backend.device)
+            self._on_device[key] = torch.zeros(
+                block_count(record.numel), dtype=torch.float64, device=self._backend.device
+            )
         return self._on_device[key]
 
     def _landing_of(self, record: ParamRecord, count: int) -> Slab:

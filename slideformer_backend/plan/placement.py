@@ -26,9 +26,7 @@ class Placement(NamedTuple):
     reason: str
 
 
-def place(
-    units: Sequence[UnitCost], spare_bytes: int, *, recompute: Literal["auto", "always"] = "auto"
-) -> Placement:
+def place(units: Sequence[UnitCost], spare_bytes: int, *, recompute: Literal["auto", "always"] = "auto") -> Placement:
     """Fill ``spare_bytes`` of device memory.
 
     First units from the front: theirs are the updates exposed at the tail of a step, and each one moved takes its

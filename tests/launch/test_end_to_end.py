@@ -382,7 +382,7 @@ class TestTrainer:
         kept = ("loss", "eval_loss", "grad_norm", "learning_rate", "step")
         return [{k: v for k, v in entry.items() if k in kept} for entry in trainer.state.log_history]
 
-    @pytest.mark.parametrize("more", [{}, {"bf16": True, "max_grad_norm": 0.0}, {"max_grad_norm": 0.0}])
+    @pytest.mark.parametrize("more", [{}, {"bf16": True}, {"bf16": True, "max_grad_norm": 0.0}, {"max_grad_norm": 0.0}])
     def test_its_logs_are_those_of_the_plain_run(self, trainer, more):
         plain = trainer(False, **more)
         plain.train()
@@ -391,13 +391,8 @@ class TestTrainer:
         assert api.engine_of(managed.model) is not None
         ours, theirs = self.figures(managed), self.figures(plain)
         assert len(ours) == len(theirs) >= 7
-        if more:
-            norms = [[entry.pop("grad_norm", 0.0) for entry in log] for log in (ours, theirs)]
-            assert norms[0] == pytest.approx(norms[1], rel=1e-6)  # torch sums in fp32
-            assert ours == theirs
-            assert_same(weights(managed.model), weights(plain.model))
-        for one, two in zip(ours, theirs, strict=True):
-            assert one == pytest.approx(two, rel=1e-5)
+        assert ours == theirs
+        assert_same(weights(managed.model), weights(plain.model))
 
     def test_evaluate_first_and_train_twice(self, trainer):
         results = []

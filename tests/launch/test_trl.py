@@ -61,7 +61,6 @@ def words(folder, name):
         "--max_steps", LENGTH, "--save_steps", LENGTH, "--logging_steps", 1, "--eval_strategy", "steps",
         "--eval_steps", 2, "--per_device_train_batch_size", 2, "--gradient_accumulation_steps", 2,
         "--learning_rate", "1e-2", "--report_to", "none", "--use_cpu", "true", "--max_length", 16,
-        "--max_grad_norm", 0,
     ]  # fmt: skip
 
 

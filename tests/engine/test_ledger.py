@@ -1,0 +1,41 @@
+"""Host memory stays within the ledger's closed form (DESIGN 5)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from slideformer_backend.api import attach
+from slideformer_backend.config import SlideFormerConfig
+from slideformer_backend.plan import ledger_of
+
+from .test_residency import Net
+
+
+@pytest.mark.parametrize(("update", "states"), [("exact", 12), ("immediate", 10)])
+def test_slabs_are_those_of_the_ledger(update, states, device):
+    model = Net(width=128, layers=6, vocabulary=300).to(torch.bfloat16)
+    engine = attach(model, SlideFormerConfig(update=update, gpu_memory="1KiB"), device=device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine.bind(optimizer)
+    for _ in range(4):
+        tokens = torch.randint(0, 300, (2, 8), device=device)
+        nn.functional.cross_entropy(model(tokens).float().view(-1, 300), tokens.view(-1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    ledger = ledger_of(
+        [unit.layout for unit in engine.sliding],
+        [unit.layout for unit in engine.units if unit.is_resident],
+        update=update,
+        state_bytes=states,
+        prefetch=engine.window.depth,
+        spare_buffers=engine.policy.spare_buffers,
+    )
+    engine.settle()
+    held = engine.memory.allocated
+    gradients = ledger.host_gradients
+    assert ledger.host - gradients <= held <= 1.05 * ledger.host
+    if update == "exact":
+        assert held >= 0.8 * ledger.host
+    engine.detach()
