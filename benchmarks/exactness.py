@@ -17,6 +17,9 @@ import json
 import math
 import os
 import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
@@ -32,7 +35,7 @@ from slideformer_backend.optim.rules import RULES
 
 
 class Reference:
-    """bf16 model + fp32 masters + AdamW, one parameter after another."""
+    """bf16 model + fp32 masters + AdamW, each parameter by itself."""
 
     def __init__(self, model: torch.nn.Module, group: dict[str, object], *, is_split: bool) -> None:
         self.is_split = is_split
@@ -50,15 +53,16 @@ class Reference:
         """Clip, update, write back. Returns a digest of each gradient as the backward left it, if it is looked at."""
         gradients = {name: _bits(parameter.grad) for name, parameter in self.model.named_parameters()}
         total = 0.0
-        for name in order:
-            partials = np.zeros(block_count(gradients[name].size))
-            kernels.sum_squares(gradients[name], "bf16", partials)
-            for value in partials.tolist():
-                total += value
+        if max_norm:
+            for partials in _in_parallel(_partials, [gradients[name] for name in order]):
+                for value in partials.tolist():
+                    total += value
         coefficient = clip_coefficient(math.sqrt(total), max_norm) if max_norm else np.float32(1.0)
         self.steps += 1
         scalars = RULES["adamw"].scalars(self.group, self.steps)
-        for name, parameter in self.model.named_parameters():
+
+        def update(item: tuple[str, torch.nn.Parameter]) -> None:
+            name, parameter = item
             master, first, second = self.states[name]
             weights = np.empty(master.size, np.uint16)
             kernels.commit(RULES["adamw"], master, (first, second), gradients[name], "bf16", coefficient, scalars)
@@ -69,15 +73,35 @@ class Reference:
             with torch.no_grad():
                 parameter.copy_(torch.from_numpy(weights).view(torch.bfloat16).view(parameter.shape))
             parameter.grad = None
-        return {name: _digest(bits) for name, bits in gradients.items()} if is_looked_at else {}
+
+        _in_parallel(update, list(self.model.named_parameters()))
+        return digests(gradients) if is_looked_at else {}
+
+
+def _in_parallel(function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        return list(pool.map(function, items))
+
+
+def _partials(bits: np.ndarray) -> np.ndarray:
+    partials = np.zeros(block_count(bits.size))
+    kernels.sum_squares(bits, "bf16", partials)
+    return partials
 
 
 def _bits(tensor: torch.Tensor) -> np.ndarray:
     return tensor.detach().to("cpu", copy=True).reshape(-1).view(torch.uint16).numpy()
 
 
-def _digest(bits: np.ndarray) -> str:
-    return hashlib.blake2b(bits.tobytes(), digest_size=16).hexdigest()
+def digests(arrays: Mapping[str, np.ndarray]) -> dict[str, str]:
+    """A digest of the bits of each array."""
+    found = _in_parallel(lambda bits: hashlib.blake2b(bits, digest_size=16).hexdigest(), list(arrays.values()))
+    return dict(zip(arrays, found, strict=True))
+
+
+def differing(now: Mapping[str, str], then: Mapping[str, str]) -> list[str]:
+    """Names whose digests differ."""
+    return [name for name, digest in now.items() if then[name] != digest]
 
 
 def parse() -> argparse.Namespace:
@@ -106,12 +130,12 @@ def main() -> int:
     names = [name for name, _ in model.named_parameters()]
     order = [name for name in names if ".layers." in name] + edge_order(model, names)
     looked_at = {2, args.steps - 1} if args.update == "exact" else set()
-    plain_losses, digests = [], []
+    plain_losses, gradients = [], []
     reference = Reference(model, optimizer.param_groups[0], is_split=args.update == "immediate")
     for step in range(args.steps):
         plain_losses.append(micro_batches(model, data, step, args.accumulate))
-        digests.append(reference.step(order, args.max_norm, is_looked_at=step in looked_at))
-    final = {name: _digest(_bits(parameter)) for name, parameter in model.named_parameters()}
+        gradients.append(reference.step(order, args.max_norm, is_looked_at=step in looked_at))
+    final = digests({name: _bits(parameter) for name, parameter in model.named_parameters()})
     del model, optimizer, reference
     model = make_model(args.shape, torch.bfloat16, device)
     model.train()
@@ -123,17 +147,14 @@ def main() -> int:
         engine.last_microbatch = lambda: True
         losses.append(micro_batches(model, data, step, args.accumulate, engine))
         if step in looked_at:  # looking voids the prediction, so most steps must not be looked at
-            wrong_gradients += [
-                f"{step}:{name}"
-                for name, p in model.named_parameters()
-                if _digest(_bits(p.grad)) != digests[step][name]
-            ]
+            now = digests({name: _bits(p.grad) for name, p in model.named_parameters()})
+            wrong_gradients += [f"{step}:{name}" for name in differing(now, gradients[step])]
         if args.max_norm and args.update == "exact":
             engine.clip_grad_norm_(model.parameters(), args.max_norm)
         optimizer.step()
         optimizer.zero_grad()
     engine.settle()
-    wrong_weights = [name for name, p in model.named_parameters() if _digest(_bits(p)) != final[name]]
+    wrong_weights = differing(digests({name: _bits(p) for name, p in model.named_parameters()}), final)
     result = {
         **vars(args),
         "losses_equal": losses == plain_losses,
