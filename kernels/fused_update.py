@@ -23,10 +23,19 @@ def _tl_scaled(g, c, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def tl_rounded(p, DTYPE: tl.constexpr, HALF_UP: tl.constexpr):
+    """p in DTYPE: to nearest, ties to even; ``HALF_UP``: the high half of a split bf16 master, ties away from zero."""
+    if HALF_UP:
+        bits = tl.where(p != p, 0x7FC00000, p.to(tl.int32, bitcast=True))
+        return ((bits + 0x8000) >> 16).to(tl.int16).to(DTYPE, bitcast=True)
+    return p.to(DTYPE)
+
+
+@triton.jit
 def _adam_kernel(
     p_ptr, m_ptr, v_ptr, g_ptr, w_ptr, n, c,
     direction, decay, lerp, towards, beta2, rest2, step, root, eps,
-    DECOUPLED: tl.constexpr, BLOCK: tl.constexpr,
+    DECOUPLED: tl.constexpr, HALF_UP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offset < n
@@ -44,14 +53,14 @@ def _adam_kernel(
     tl.store(m_ptr + offset, m, mask=mask)
     tl.store(v_ptr + offset, v, mask=mask)
     tl.store(p_ptr + offset, p, mask=mask)
-    tl.store(w_ptr + offset, p.to(w_ptr.dtype.element_ty), mask=mask)
+    tl.store(w_ptr + offset, tl_rounded(p, w_ptr.dtype.element_ty, HALF_UP), mask=mask)
 
 
 @triton.jit
 def _sgd_kernel(
     p_ptr, m_ptr, g_ptr, w_ptr, n, c,
     direction, decay, step, momentum, fresh, first, nesterov,
-    HAS_BUFFER: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_BUFFER: tl.constexpr, HALF_UP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offset < n
@@ -65,14 +74,14 @@ def _sgd_kernel(
         g = tl.where(nesterov != 0.0, tl.fma(buffer, tl.zeros_like(g) + momentum, g), buffer)
     p = tl.fma(g, tl.zeros_like(g) + step, p)
     tl.store(p_ptr + offset, p, mask=mask)
-    tl.store(w_ptr + offset, p.to(w_ptr.dtype.element_ty), mask=mask)
+    tl.store(w_ptr + offset, tl_rounded(p, w_ptr.dtype.element_ty, HALF_UP), mask=mask)
 
 
 @triton.jit
 def _lion_kernel(
     p_ptr, m_ptr, g_ptr, w_ptr, n, c,
     direction, decay, step, beta1, rest1, beta2, rest2,
-    BLOCK: tl.constexpr,
+    HALF_UP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offset < n
@@ -85,7 +94,7 @@ def _lion_kernel(
     m = tl.fma(g, tl.zeros_like(g) + rest2, m * beta2)
     tl.store(m_ptr + offset, m, mask=mask)
     tl.store(p_ptr + offset, p, mask=mask)
-    tl.store(w_ptr + offset, p.to(w_ptr.dtype.element_ty), mask=mask)
+    tl.store(w_ptr + offset, tl_rounded(p, w_ptr.dtype.element_ty, HALF_UP), mask=mask)
 
 
 def fused_update(
@@ -96,6 +105,8 @@ def fused_update(
     coefficient: float,
     scalars: Sequence[float],
     weights: torch.Tensor,
+    *,
+    half_up: bool = False,
 ) -> None:
     """Update ``master`` and ``states`` in place and write the rounded master to ``weights``.
 
@@ -107,13 +118,15 @@ def fused_update(
         coefficient: factor of the gradient, rounded to the gradient's dtype after the product; 1 leaves it alone.
         scalars: the fp32 scalars of the rule.
         weights: n elements of fp32, bf16 or fp16; may be ``master``.
+        half_up: round bf16 weights half away from zero, as the high half of a split master is.
     """
     n = master.numel()
     if n == 0:
         return
     grid = (triton.cdiv(n, BLOCK),)
     numbers = [float(value) for value in scalars]
-    options = {"BLOCK": BLOCK, "num_warps": 4, "enable_fp_fusion": False}
+    is_half_up = half_up and weights.dtype == torch.bfloat16
+    options = {"HALF_UP": is_half_up, "BLOCK": BLOCK, "num_warps": 4, "enable_fp_fusion": False}
     c = float(coefficient)
     if rule in ("adamw", "adam"):
         first, second = states

@@ -16,14 +16,15 @@ LANES = 1024
 
 
 @triton.jit
-def _sum_squares_kernel(g_ptr, out_ptr, n, LANES: tl.constexpr, ROWS: tl.constexpr):
+def _sum_squares_kernel(g_ptr, out_ptr, n, LANES: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr):
     block = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
     total = tl.zeros((LANES,), dtype=tl.float64)
-    for row in range(ROWS):
-        offset = block * (LANES * ROWS) + row * LANES + lane
-        value = tl.load(g_ptr + offset, mask=offset < n, other=0.0).to(tl.float64)
-        total += value * value
+    for start in range(0, ROWS, UNROLL):
+        for row in tl.static_range(UNROLL):  # loads in flight together; additions stay in order
+            offset = block * (LANES * ROWS) + (start + row) * LANES + lane
+            value = tl.load(g_ptr + offset, mask=offset < n, other=0.0).to(tl.float64)
+            total += value * value
     folded = tl.reshape(total, (2, LANES // 2))
     folded = tl.sum(folded, axis=0)
     folded = tl.sum(tl.reshape(folded, (2, LANES // 4)), axis=0)
@@ -47,4 +48,5 @@ def sum_squares(gradient: torch.Tensor, out: torch.Tensor) -> None:
     """
     blocks = out.numel()
     if blocks:
-        _sum_squares_kernel[(blocks,)](gradient, out, gradient.numel(), LANES=LANES, ROWS=BLOCK // LANES, num_warps=8)
+        sizes = {"LANES": LANES, "ROWS": BLOCK // LANES, "UNROLL": 16}
+        _sum_squares_kernel[(blocks,)](gradient, out, gradient.numel(), **sizes, num_warps=8)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ..errors import UnsupportedError
 from ..optim.numba_kernels import warm_up
 from ..optim.rules import rule_for
-from .unit import Entry, ParamRecord
+from .unit import ONE, Entry, ParamRecord
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -117,6 +117,18 @@ class Binding:
         if rule is None or group is None:
             raise RuntimeError("an optimizer without a fused rule has no log entries")
         return Entry(rule, rule.states_used(group), rule.scalars(group, record.steps + 1), coefficient)
+
+    def entries(self, records: Sequence[ParamRecord], *, with_clip: bool) -> list[Entry]:
+        """``entry`` of each; scalars are computed once for all parameters of a group that share a step count."""
+        known: dict[tuple[int, int], Entry] = {}
+        entries = []
+        for record in records:
+            key = id(record.group), record.steps
+            if key not in known:
+                known[key] = self.entry(record, ONE)
+            coefficient = record.coefficient if with_clip else ONE
+            entries.append(known[key]._replace(coefficient=coefficient) if coefficient != ONE else known[key])
+        return entries
 
     def warm_up(self, records: Sequence[ParamRecord], update: Literal["exact", "immediate"]) -> None:
         """Compile the kernels that these parameters need under this policy, before the first step."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ..optim import numba_kernels
+from ..optim import numba_kernels, twins
+from ..optim.twins import split
 from ..storage import numpy_view
 from .unit import KINDS, ONE, Entry
 
@@ -25,13 +26,19 @@ def update(
     states: tuple[torch.Tensor, ...],
     gradient: torch.Tensor,
     weights: torch.Tensor,
+    *,
+    half_up: bool = False,
 ) -> None:
-    """One update of a parameter whose states are on the device; all flat. ``weights`` may be ``master``."""
+    """One update of a parameter whose states are on the device; all flat. ``weights`` may be ``master``.
+
+    ``half_up``: bf16 weights are rounded as the high half of a split master is (``update: immediate``).
+    """
     if gradient.is_cuda:
         from ..kernels.fused_update import fused_update
 
         scalars = [float(value) for value in entry.scalars]
-        fused_update(entry.rule.name, master, states, gradient, float(entry.coefficient), scalars, weights)
+        c = float(entry.coefficient)
+        fused_update(entry.rule.name, master, states, gradient, c, scalars, weights, half_up=half_up)
         return
     numba_kernels.update(
         entry.rule,
@@ -44,6 +51,29 @@ def update(
         numpy_view(weights),
         KINDS[weights.dtype],
     )
+    if half_up and weights.dtype == torch.bfloat16:
+        round_half_up(master, weights)
+
+
+def round_half_up(master: torch.Tensor, weights: torch.Tensor) -> None:
+    """``weights`` (flat, bf16) become the high half of the split ``master``."""
+    split(master, weights, torch.empty_like(weights, dtype=torch.int16))
+
+
+def reconcile(master: torch.Tensor, weights: torch.Tensor, *, half_up: bool = False) -> None:
+    """Where flat ``weights`` are not what ``master`` rounds to, they were written by user code: take them over."""
+    if master.is_cuda:
+        from ..kernels.reconcile import reconcile as on_device
+
+        on_device(master, weights, half_up=half_up)
+    elif half_up and weights.dtype == torch.bfloat16:
+        expected = torch.empty_like(weights)
+        round_half_up(master, expected)
+        differs = expected.view(torch.int16) != weights.view(torch.int16)
+        differs &= ~(expected.isnan() & weights.isnan())
+        master.copy_(torch.where(differs, weights.float(), master))
+    else:
+        twins.reconcile(master, weights, KINDS[weights.dtype])
 
 
 def scale(gradient: torch.Tensor, coefficient: object) -> None:

@@ -11,23 +11,32 @@ from collections.abc import Sequence
 import torch
 
 from ..optim.rules import Rule
-from ..optim.twins import reconcile, round_into
-from .device_kernels import scale, update
+from ..optim.twins import round_into
+from .device_kernels import reconcile, round_half_up, scale, update
 from .guard import plain
 from .norms import Norms
+from .states import can_split
 from .unit import KINDS, ONE, Entry, ParamRecord, Unit
 
 
 class DeviceUnits:
-    """Steps units whose states are on the device. ``record.device_states`` holds them, flat fp32 each."""
+    """Steps units whose states are on the device. ``record.device_states`` holds them, flat fp32 each.
 
-    def __init__(self, norms: Norms) -> None:
+    Args:
+        norms: measures gradients.
+        in_place: the policy is ``immediate``: bf16 weights round as the high half of the split master that a host
+            would keep, so that placement changes nothing.
+    """
+
+    def __init__(self, norms: Norms, *, in_place: bool) -> None:
         self._norms = norms
+        self._in_place = in_place
         self._launched: dict[int, ParamRecord] = {}
 
-    @staticmethod
-    def allocate(unit: Unit, rule: Rule | None) -> None:
+    def allocate(self, unit: Unit, rule: Rule | None) -> None:
         """Masters (unless the parameter is fp32, its own master) and moments of ``unit``."""
+        if all("master" not in record.device_states for record in unit.trainable):
+            unit.rounds_half_up = self._in_place and can_split(unit, rule)
         for record in unit.trainable:
             parameter = plain(record.parameter).reshape(-1)
             states = record.device_states
@@ -84,15 +93,20 @@ class DeviceUnits:
             record.is_exposed = False
             master = record.device_states.get("master")
             if master is not None:
-                reconcile(master, plain(record.parameter).reshape(-1), KINDS[record.spec.working])
+                reconcile(master, plain(record.parameter).reshape(-1), half_up=unit.rounds_half_up)
 
     @staticmethod
     def adopt(unit: Unit) -> None:
         """Masters were stepped by an optimizer that ran as itself: weights follow them."""
         for record in unit.trainable:
             master = record.device_states.get("master")
-            if master is not None:
-                round_into(master, plain(record.parameter).view(-1), KINDS[record.spec.dtype])
+            if master is None:
+                continue
+            weights = plain(record.parameter).view(-1)
+            if unit.rounds_half_up and weights.dtype == torch.bfloat16:
+                round_half_up(master, weights)
+            else:
+                round_into(master, weights, KINDS[record.spec.dtype])
 
     def step(self, records: Sequence[ParamRecord], entries: Sequence[Entry]) -> None:
         """Update on the current stream."""
@@ -104,7 +118,8 @@ class DeviceUnits:
                 weights = plain(record.parameter).view(-1)
                 master = record.device_states.get("master", weights)
                 states = tuple(record.device_states[name] for name in entry.states)
-                update(entry, master, states, plain(gradient).reshape(-1), weights)
+                half_up = record.unit.rounds_half_up
+                update(entry, master, states, plain(gradient).reshape(-1), weights, half_up=half_up)
                 torch.autograd.graph.increment_version(weights)  # a graph from before the step is stale
                 record.steps += 1
 

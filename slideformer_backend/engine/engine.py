@@ -80,7 +80,7 @@ class Engine:
         arithmetic = Arithmetic(self.workers)
         norms = Norms(self.backend, self.memory, arithmetic)
         self.policy = policy(self.backend, self.window, self.memory, arithmetic, norms)
-        device_units = DeviceUnits(norms)
+        device_units = DeviceUnits(norms, in_place=policy is Immediate)
         edges = [unit for unit in self.units if unit.is_resident]
         self.edges = Edges(self.backend, edges, self.policy, device_units)
         self.residency = Residency(config, self.backend, self.window, self.policy, self.memory)
@@ -323,7 +323,7 @@ class Engine:
         for unit in {record.unit for record in records}:
             self.policy.settle(unit)
             if unit.updates_on_device:
-                DeviceUnits.allocate(unit, binding.rule)
+                self.edges.device_units.allocate(unit, binding.rule)
                 continue
             allocate_states(unit, binding.rule, self.memory, in_place=isinstance(self.policy, Immediate))
         for record in records:

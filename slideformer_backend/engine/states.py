@@ -10,14 +10,20 @@ import torch
 
 from ..optim import numba_kernels as kernels
 from ..optim.rules import Rule
-from ..optim.twins import reconcile
 from ..storage import HostMemory
 from .arithmetic import low_array
+from .device_kernels import reconcile
 from .guard import plain
 from .unit import ParamRecord, Unit, Weights
 
 MASTER = "master"
 LOW = "low"
+
+
+def can_split(unit: Unit, rule: Rule | None) -> bool:
+    """Whether updates in place by ``rule`` keep the masters of ``unit`` split: every weight is its high half."""
+    kinds = {(record.spec.working, record.spec.dtype) for record in unit.trainable}
+    return rule is not None and kinds == {(torch.bfloat16, torch.bfloat16)}
 
 
 def allocate_states(unit: Unit, rule: Rule | None, memory: HostMemory, *, in_place: bool) -> None:
@@ -33,7 +39,8 @@ def allocate_states(unit: Unit, rule: Rule | None, memory: HostMemory, *, in_pla
     trainable = unit.trainable
     elements = unit.layout.state_elements
     kinds = {(record.spec.working, record.spec.dtype) for record in trainable}
-    if in_place and rule is not None and kinds == {(torch.bfloat16, torch.bfloat16)} and MASTER not in unit.states:
+    if in_place and can_split(unit, rule) and MASTER not in unit.states:
+        unit.rounds_half_up = True
         if LOW not in unit.states:
             unit.states[LOW] = memory.allocate(f"low master halves of {unit.name}", elements * 2, dma=False)
             for record in trainable:
@@ -94,7 +101,7 @@ def load_states(record: ParamRecord, state: Mapping[str, Any], names: tuple[str,
         on_device = record.device_states.get(MASTER)
         if on_device is not None:
             on_device.copy_(master.detach().reshape(-1))
-            reconcile(on_device, plain(record.parameter).reshape(-1), record.weight_kind)
+            reconcile(on_device, plain(record.parameter).reshape(-1), half_up=unit.rounds_half_up)
         return
     flat = np.ascontiguousarray(master.detach().to("cpu", torch.float32).reshape(-1).numpy())
     if LOW in unit.states:

@@ -84,8 +84,8 @@ class Stepper:
             on_host = [record for record in present if not record.unit.updates_on_device]
             for unit in {record.unit for record in on_device}:
                 self._edges.device_units.absorb(unit)
-            self._edges.device_units.step(on_device, [binding.entry(record, ONE) for record in on_device])
-            self._policy.step(on_host, [binding.entry(record, record.coefficient) for record in on_host])
+            self._edges.device_units.step(on_device, binding.entries(on_device, with_clip=False))
+            self._policy.step(on_host, binding.entries(on_host, with_clip=True))
             if foreign:
                 binding.run_on(foreign)
         if isinstance(self._policy, RedoLog):

@@ -164,6 +164,8 @@ class Unit:
     states: dict[str, Slab] = field(default_factory=dict)
     updates_on_device: bool = False
     """States and updates are on the device too (``DeviceUnits``); the host keeps nothing of the unit."""
+    rounds_half_up: bool = False
+    """bf16 weights are the high half of a split master (``immediate``), on the device as on the host."""
     weights_are: Weights = Weights.CURRENT
     gradient: GradientBuffer | None = None
     logged: GradientBuffer | None = None

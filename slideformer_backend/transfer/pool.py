@@ -56,14 +56,16 @@ class GradientPool:
 
         Args:
             spare: how many returned buffers may stay in flight before a new one is not worth its memory; a buffer
-                whose content is already consumed is always preferred.
+                whose content is already consumed is always preferred. Otherwise the one returned last is taken: its
+                unit is the next that a forward needs, so the update lane serves it before those returned earlier,
+                and waiting for those would mean waiting for all.
         """
         for buffer in self._free:
             if self._is_ready(buffer):
                 self._free.remove(buffer)
                 return buffer
         if self._free and len(self._free) >= spare:
-            return self._free.popleft()
+            return self._free.pop()
         self._created += 1
         slab = self._memory.allocate(f"gradient buffer {self._name}.{self._created}", self.nbytes, dma=True)
         return GradientBuffer(slab)

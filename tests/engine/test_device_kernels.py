@@ -41,6 +41,48 @@ def test_update_equals_the_twin_bit_for_bit(device, name, states, coefficient, d
         assert torch.equal(weights.cpu(), expected)
 
 
+@pytest.mark.parametrize(("name", "states"), [("adamw", 2), ("sgd", 1), ("lion", 1)])
+def test_an_update_of_a_split_master_rounds_weights_as_the_host_does(device, name, states):
+    torch.manual_seed(0)
+    count, rule = 300001, RULES[name]
+    master = (torch.randn(count).to(torch.bfloat16).float().view(torch.int32) | 0x8000).view(torch.float32)  # all ties
+    held = [torch.zeros(count) for _ in range(states)]
+    gradient = torch.zeros(count).to(torch.bfloat16)
+    still = {**GROUP, "weight_decay": 0.0}
+    entry = Entry(rule, rule.state_names[:states], rule.scalars(still, 1), np.float32(1.0))
+    low = torch.empty(count, dtype=torch.int16)
+    expected = torch.empty(count, dtype=torch.bfloat16)
+    twins.split(master, expected, low)
+    assert not torch.equal(expected, master.to(torch.bfloat16))
+    weights = torch.zeros(count, dtype=torch.bfloat16, device=device)
+    moved = [tensor.to(device, copy=True) for tensor in (master, *held, gradient)]
+    device_kernels.update(entry, moved[0], tuple(moved[1:-1]), moved[-1], weights, half_up=True)
+    assert torch.equal(moved[0].cpu(), master)
+    assert torch.equal(weights.cpu(), expected)
+    device_kernels.reconcile(moved[0], weights, half_up=True)
+    assert torch.equal(moved[0].cpu(), master)  # nobody wrote the weights
+
+
+@pytest.mark.parametrize("half_up", [False, True])
+@pytest.mark.parametrize("dtype", KINDS)
+def test_a_written_weight_becomes_the_master(device, dtype, half_up):
+    torch.manual_seed(0)
+    count = 70001
+    master = torch.randn(count)
+    master[::1000] = float("nan")
+    weights = torch.empty(count, dtype=dtype)
+    if half_up and dtype == torch.bfloat16:
+        twins.split(master, weights, torch.empty(count, dtype=torch.int16))
+    else:
+        twins.round_into(master, weights, KINDS[dtype])
+    written = torch.arange(count) % 7 == 0
+    weights[written] = (weights.nan_to_num() + 1)[written]
+    expected = torch.where(written, weights.float(), master)
+    found = master.to(device, copy=True)
+    device_kernels.reconcile(found, weights.to(device), half_up=half_up)
+    assert torch.equal(found.cpu().nan_to_num(9.0), expected.nan_to_num(9.0))
+
+
 @pytest.mark.parametrize("dtype", KINDS)
 @pytest.mark.parametrize("count", [1, 1023, 65536, 65537, 300001])
 def test_sum_of_squares_equals_the_twin_bit_for_bit(device, count, dtype):

@@ -214,10 +214,10 @@ def test_gradient_pool_grows_only_while_buffers_are_in_flight():
     second = pool.take(spare=2)
     assert second is not first
     pool.give(second, pending)
-    assert pool.take(spare=2) is first  # two in flight: waiting beats a third
+    assert pool.take(spare=2) is second  # two in flight: waiting beats a third, and the lane serves the last one first
     done = Ticket("over")
     done.issue()
-    pool.give(first, done)
+    pool.give(second, done)
     taken = {id(pool.take(spare=1)) for _ in range(2)}
     assert taken == {id(first), id(second)}
     assert memory.allocated == 128
