@@ -28,6 +28,7 @@ import torch
 from train_llama import SHAPES, batches, make_model
 
 from slideformer_backend.api import attach
+from slideformer_backend.benchmarks.harness.exact import deterministic
 from slideformer_backend.config import SlideFormerConfig
 from slideformer_backend.optim import numba_kernels as kernels
 from slideformer_backend.optim.norm import block_count, clip_coefficient
@@ -114,14 +115,19 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--max-norm", type=float, default=0.0)
     parser.add_argument("--update", choices=("exact", "immediate"), default="exact")
+    parser.add_argument("--gpu-memory", default="auto", help="cap of the plan: how many layers move to the GPU")
     return parser.parse_args()
 
 
 def main() -> int:
     """Run both, compare, print."""
-    args = parse()
+    with deterministic():
+        return compare(parse())
+
+
+def compare(args: argparse.Namespace) -> int:
+    """Train plainly and managed, and print what differs; 1 if anything does."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.use_deterministic_algorithms(True, warn_only=True)
     data = batches(args.steps * args.accumulate, args.sequences, args.length, SHAPES[args.shape]["vocab_size"], device)
     model = make_model(args.shape, torch.bfloat16, device)
     model.train()
@@ -140,7 +146,7 @@ def main() -> int:
     model = make_model(args.shape, torch.bfloat16, device)
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    engine = attach(model, SlideFormerConfig(update=args.update), device=device)
+    engine = attach(model, SlideFormerConfig(update=args.update, gpu_memory=args.gpu_memory), device=device)
     engine.bind(optimizer)
     losses, wrong_gradients = [], []
     for step in range(args.steps):

@@ -23,7 +23,7 @@ def _tl_scaled(g, c, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def tl_rounded(p, DTYPE: tl.constexpr, HALF_UP: tl.constexpr):
+def tl_rounded(p: tl.tensor, DTYPE: tl.constexpr, HALF_UP: tl.constexpr) -> tl.tensor:
     """p in DTYPE: to nearest, ties to even; ``HALF_UP``: the high half of a split bf16 master, ties away from zero."""
     if HALF_UP:
         bits = tl.where(p != p, 0x7FC00000, p.to(tl.int32, bitcast=True))

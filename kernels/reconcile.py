@@ -1,4 +1,4 @@
-"""Where a working weight is not what its fp32 master rounds to, the weight was written by hand: it becomes the master."""
+"""A working weight that is not what its fp32 master rounds to was written by hand: it becomes the master."""
 
 from __future__ import annotations
 
