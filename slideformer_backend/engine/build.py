@@ -28,6 +28,7 @@ def build_units(
     Raises:
         UnsupportedError: a parameter cannot be managed (before anything has been changed).
     """
+    _check_kinds(model)
     blocks = find_blocks(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     owners: Counter[int] = Counter()
@@ -63,18 +64,35 @@ def _inside(model: nn.Module, blocks: Iterable[nn.Module]) -> set[int]:
     }
 
 
-def _check(model: nn.Module, sliding: set[int]) -> None:
+def _check_kinds(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise UnsupportedError(
+                f"{name} has no shape yet: its layer is lazy.", remedy="run one forward before accelerator.prepare()"
+            )
         if parameter.is_meta:
             raise UnsupportedError(
                 f"{name} is on the meta device.", remedy="load the model's weights before accelerator.prepare()"
             )
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
+            raise UnsupportedError(
+                f"{name or 'The model'} was compiled by torch.jit, which keeps its weights to itself.",
+                remedy="pass the model without torch.jit.script() or trace()",
+            )
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
+            raise UnsupportedError(f"{name} has sparse gradients.", remedy="build the embedding with sparse=False")
+
+
+def _check(model: nn.Module, sliding: set[int]) -> None:
+    for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype not in KINDS:
             raise UnsupportedError(
                 f"{name} cannot be trained.", found=str(parameter.dtype), expected="float32, bfloat16 or float16"
             )
         own = type(parameter)
-        if id(parameter) in sliding and (parameter.layout is not torch.strided or _has_dispatch(own)):
+        is_laid_out = id(parameter) in sliding or parameter.requires_grad
+        if is_laid_out and (parameter.layout is not torch.strided or _has_dispatch(own)):
             raise UnsupportedError(
                 f"{name} is a {own.__name__}, whose memory SlideFormer cannot lay out.",
                 remedy="quantise or wrap weights after training, or use another strategy for this model",
