@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import itertools
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 import torch
@@ -37,6 +38,7 @@ def build_units(
     inside = _inside(model, [block.module for block in blocks])
     sliding = {key for key, count in owners.items() if count == 1 and key not in inside}
     _check(model, sliding)
+    _check_overlaps(model)
     units: list[Unit] = []
     for block in blocks:
         parameters = [parameter for parameter in block.module.parameters() if id(parameter) in sliding]
@@ -97,6 +99,25 @@ def _check(model: nn.Module, sliding: set[int]) -> None:
                 f"{name} is a {own.__name__}, whose memory SlideFormer cannot lay out.",
                 remedy="quantise or wrap weights after training, or use another strategy for this model",
             )
+
+
+def _check_overlaps(model: nn.Module) -> None:
+    """Two parameters over one memory: each would get a master of its own, and one update would be lost."""
+    spans: dict[torch.device, list[tuple[int, int, str, bool]]] = defaultdict(list)
+    for name, parameter in model.named_parameters():
+        if parameter.numel() and parameter.layout is torch.strided and not _has_dispatch(type(parameter)):
+            last = sum((size - 1) * step for size, step in zip(parameter.shape, parameter.stride(), strict=True))
+            start = parameter.data_ptr()
+            end = start + (last + 1) * parameter.element_size()
+            spans[parameter.device].append((start, end, name, parameter.requires_grad))
+    for found in spans.values():
+        found.sort()
+        for (_, end, name, trains), (start, _, other, also_trains) in itertools.pairwise(found):
+            if start < end and (trains or also_trains):
+                raise UnsupportedError(
+                    f"{name} and {other} are two parameters over the same memory.",
+                    remedy="tie them by making them one parameter object (PEFT: without ensure_weight_tying)",
+                )
 
 
 def _has_dispatch(own: type) -> bool:

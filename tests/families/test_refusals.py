@@ -82,7 +82,15 @@ def wrapped_head():
     return model
 
 
+def views_of_one_memory():
+    model = Stack()
+    model.head.weight = nn.Parameter(model.embed.weight.data.t().contiguous().t())
+    model.extra = nn.Parameter(model.head.weight.data.t())
+    return model
+
+
 REASONS = {
+    views_of_one_memory: r"are two parameters over the same memory",
     lazy: r"blocks\.1\.extra\.weight has no shape yet",
     double: r"embed\.weight cannot be trained.*float64",
     complex_weight: r"blocks\.0\.phases cannot be trained.*complex64",
