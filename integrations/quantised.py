@@ -34,12 +34,8 @@ def refuse(model: nn.Module) -> None:
 
 def install(engine: Engine) -> None:
     """Puts the scales of quantised weights on the engine's device; back into host memory when it is detached."""
-    states = [
-        state
-        for unit in engine.units
-        for record in unit.records
-        if (state := getattr(record.parameter, "quant_state", None)) is not None
-    ]
+    found = (getattr(parameter, "quant_state", None) for parameter in engine.model.parameters())
+    states = [state for state in found if state is not None]
     if not states:
         return
     _move(states, engine.device)
