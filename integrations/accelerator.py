@@ -20,7 +20,7 @@ from torch import nn
 
 from slideformer_backend.config import SlideFormerConfig
 from slideformer_backend.errors import ConfigError, UnsupportedError
-from slideformer_backend.integrations import hooks, placement
+from slideformer_backend.integrations import hooks, placement, quantised
 from slideformer_backend.integrations import optimizer as optimizers
 from slideformer_backend.integrations.session import session
 from slideformer_backend.integrations.status import Status
@@ -125,6 +125,7 @@ class SlideFormerAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate i
                 model, self.slideformer_config, device=self.device, autocast_dtype=self._autocast_dtype()
             )
             logger.info("SlideFormer drives %s (update: %s)", type(model).__name__, self.slideformer_config.update)
+            quantised.install(engine)
             state = self.gradient_state
             engine.last_microbatch = lambda: bool(state.sync_gradients)
             self.slideformer_status.watch_model(model, engine)
@@ -138,6 +139,7 @@ class SlideFormerAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate i
 
     def _refuse_model(self, model: nn.Module) -> None:
         name = type(model).__name__
+        quantised.refuse(model)
         if self.scaler is not None and self.slideformer_config.update == "immediate":
             raise ConfigError(
                 "update: immediate cannot scale the loss, whose overflow is known only after the last gradient.",

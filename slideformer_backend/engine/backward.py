@@ -146,7 +146,7 @@ class Backward:
         slot = unit.gradient_slot
         if slot is None or not unit.opens:
             raise UnsupportedError(
-                f"{unit.name}.{record.name} received a gradient outside its block's forward (a loss or a module that"
+                f"{record.name} received a gradient outside its block's forward (a loss or a module that"
                 " uses a sliding weight directly).",
                 remedy="compute such terms inside the block, or exclude this weight from the loss",
             )
@@ -155,7 +155,7 @@ class Backward:
             return
         if gradient.layout is not torch.strided:
             raise UnsupportedError(
-                f"{unit.name}.{record.name} received a sparse gradient.", remedy="build the layer with sparse=False"
+                f"{record.name} received a sparse gradient.", remedy="build the layer with sparse=False"
             )
         if gradient.requires_grad:
             raise UnsupportedError("backward(create_graph=True) is not supported with sliding weights.")

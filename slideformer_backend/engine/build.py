@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import itertools
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 import torch
@@ -28,6 +29,7 @@ def build_units(
     Raises:
         UnsupportedError: a parameter cannot be managed (before anything has been changed).
     """
+    _check_kinds(model)
     blocks = find_blocks(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     owners: Counter[int] = Counter()
@@ -36,6 +38,7 @@ def build_units(
     inside = _inside(model, [block.module for block in blocks])
     sliding = {key for key, count in owners.items() if count == 1 and key not in inside}
     _check(model, sliding)
+    _check_overlaps(model)
     units: list[Unit] = []
     for block in blocks:
         parameters = [parameter for parameter in block.module.parameters() if id(parameter) in sliding]
@@ -63,22 +66,58 @@ def _inside(model: nn.Module, blocks: Iterable[nn.Module]) -> set[int]:
     }
 
 
-def _check(model: nn.Module, sliding: set[int]) -> None:
+def _check_kinds(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise UnsupportedError(
+                f"{name} has no shape yet: its layer is lazy.", remedy="run one forward before accelerator.prepare()"
+            )
         if parameter.is_meta:
             raise UnsupportedError(
                 f"{name} is on the meta device.", remedy="load the model's weights before accelerator.prepare()"
             )
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
+            raise UnsupportedError(
+                f"{name or 'The model'} was compiled by torch.jit, which keeps its weights to itself.",
+                remedy="pass the model without torch.jit.script() or trace()",
+            )
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
+            raise UnsupportedError(f"{name} has sparse gradients.", remedy="build the embedding with sparse=False")
+
+
+def _check(model: nn.Module, sliding: set[int]) -> None:
+    for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype not in KINDS:
             raise UnsupportedError(
                 f"{name} cannot be trained.", found=str(parameter.dtype), expected="float32, bfloat16 or float16"
             )
         own = type(parameter)
-        if id(parameter) in sliding and (parameter.layout is not torch.strided or _has_dispatch(own)):
+        is_laid_out = id(parameter) in sliding or parameter.requires_grad
+        if is_laid_out and (parameter.layout is not torch.strided or _has_dispatch(own)):
             raise UnsupportedError(
                 f"{name} is a {own.__name__}, whose memory SlideFormer cannot lay out.",
                 remedy="quantise or wrap weights after training, or use another strategy for this model",
             )
+
+
+def _check_overlaps(model: nn.Module) -> None:
+    """Two parameters over one memory: each would get a master of its own, and one update would be lost."""
+    spans: dict[torch.device, list[tuple[int, int, str, bool]]] = defaultdict(list)
+    for name, parameter in model.named_parameters():
+        if parameter.numel() and parameter.layout is torch.strided and not _has_dispatch(type(parameter)):
+            last = sum((size - 1) * step for size, step in zip(parameter.shape, parameter.stride(), strict=True))
+            start = parameter.data_ptr()
+            end = start + (last + 1) * parameter.element_size()
+            spans[parameter.device].append((start, end, name, parameter.requires_grad))
+    for found in spans.values():
+        found.sort()
+        for (_, end, name, trains), (start, _, other, also_trains) in itertools.pairwise(found):
+            if start < end and (trains or also_trains):
+                raise UnsupportedError(
+                    f"{name} and {other} are two parameters over the same memory.",
+                    remedy="tie them by making them one parameter object (PEFT: without ensure_weight_tying)",
+                )
 
 
 def _has_dispatch(own: type) -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ..errors import UnsupportedError
 from .backward import PostBackward, Visit
 from .effects import Effects
 from .guard import tensors_in
@@ -162,6 +163,7 @@ class _Runner:
         self._forward = forward
         self._module = module
         self._before = {id(value): _snapshot(value) for value in (*args, *kwargs.values()) if _is_cache(value)}
+        self._versions = [(state, state._version) for cache in self._before.values() for state in _states(cache)]
         self._effects = Effects(module)
         self._is_first = True
 
@@ -169,7 +171,14 @@ class _Runner:
         if self._is_first:
             self._is_first = False
             with self._context(self._module):
-                return self._forward(*args, **kwargs)
+                output = self._forward(*args, **kwargs)
+            if any(state._version != version for state, version in self._versions):
+                raise UnsupportedError(
+                    f"A {type(self._module).__name__} overwrote the recurrent state that it was given in a cache, which"
+                    " its recompute needs again.",
+                    remedy="train with use_cache=False, or without a cache that already holds tokens",
+                )
+            return output
         if self._before:
             args = tuple(self._restored(value) for value in args)
             kwargs = {name: self._restored(value) for name, value in kwargs.items()}
@@ -184,12 +193,27 @@ def _is_cache(value: Any) -> bool:
     return any(base.__name__ == "Cache" for base in type(value).__mro__)
 
 
+def _has_parts(item: Any) -> bool:
+    return hasattr(item, "__dict__") and not isinstance(item, torch.Tensor)
+
+
+def _states(cache: Any) -> Iterator[torch.Tensor]:
+    """Tensors of a cache that recurrent layers overwrite; keys and values are attributes, and are replaced."""
+    for value in vars(cache).values():
+        if isinstance(value, dict):
+            yield from (item for item in value.values() if isinstance(item, torch.Tensor) and not item.is_inference())
+        for item in value if isinstance(value, list) else (value,):
+            if _is_cache(item) or (isinstance(value, list) and _has_parts(item)):
+                yield from _states(item)
+
+
 def _snapshot(cache: Any) -> Any:
+    """A copy of a cache, or of a layer of one, that shares only tensors."""
     copied = copy.copy(cache)
     for name, value in vars(cache).items():
         if isinstance(value, list):
-            setattr(copied, name, [copy.copy(item) for item in value])
-        elif isinstance(value, dict):  # which cross-attention layers are filled
+            setattr(copied, name, [_snapshot(item) if _has_parts(item) else item for item in value])
+        elif isinstance(value, dict):  # which layers are filled, states of recurrent layers
             setattr(copied, name, dict(value))
         elif _is_cache(value):
             setattr(copied, name, _snapshot(value))

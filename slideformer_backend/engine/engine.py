@@ -153,9 +153,11 @@ class Engine:
         """
         self.backward.finish_outside()
         tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        if norm_type != 2.0 or not self.owns(tensors):
+        ours = [(tensor, self.record_of(tensor)) for tensor in tensors]
+        records = [record for _, record in ours if record is not None]
+        is_mixed = any(record is None and tensor.grad is not None for tensor, record in ours)  # not merely frozen
+        if norm_type != 2.0 or not records or is_mixed:
             return torch.nn.utils.clip_grad_norm_(tensors, max_norm, norm_type)
-        records = [record for tensor in tensors if (record := self.record_of(tensor)) is not None]
         return self.stepper.clip(records, float(max_norm))
 
     def step(self, binding: Binding) -> None:

@@ -32,6 +32,7 @@ _GRAD_GET = _SLOTS["grad"].__get__
 _GRAD_SET = _SLOTS["grad"].__set__
 _GRAD_DELETE = _SLOTS["grad"].__delete__
 _DATA_SET = _SLOTS["data"].__set__
+_TORCH_DEEPCOPIES = (torch.Tensor.__deepcopy__, torch.nn.Parameter.__deepcopy__)
 _HANDS_OUT = frozenset(
     {"data_ptr", "untyped_storage", "storage", "_typed_storage", "numpy", "__array__", "__dlpack__", "share_memory_"}
 )
@@ -102,19 +103,25 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def plain_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """An independent copy of a guarded tensor, of its own class."""
+    """An independent copy of a guarded tensor, of its own class, with the attributes that user code gave it."""
     with torch.no_grad():
         copied = tensor.clone()
     own = type(tensor)._slideformer_own_class  # type: ignore[attr-defined]  # set by guarded_class
     if issubclass(own, torch.nn.Parameter):
         copied = torch.nn.Parameter(copied, requires_grad=tensor.requires_grad)
     copied.__class__ = own
+    copied.__dict__.update(tensor.__dict__)
     return copied
 
 
 def _deepcopy(self: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
     if id(self) not in memo:
-        memo[id(self)] = plain_copy(self)
+        copied = plain_copy(self)
+        if type(copied).__deepcopy__ in _TORCH_DEEPCOPIES:  # which drop attributes
+            copied.__dict__.clear()
+        else:  # a quantised parameter copies its scales too
+            copied = type(copied).__deepcopy__(copied, memo)
+        memo[id(self)] = copied
     copied: torch.Tensor = memo[id(self)]
     return copied
 

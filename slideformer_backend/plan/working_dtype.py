@@ -6,6 +6,10 @@ result is the same bit for bit and half the bytes slide. Everything else keeps i
 
 from __future__ import annotations
 
+import functools
+import inspect
+from types import CodeType
+
 import torch
 from torch import nn
 
@@ -13,18 +17,22 @@ _AUTOCAST_FORWARDS = tuple(
     cls.forward for cls in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d)
 )
 
+_MENTIONS = frozenset({"weight", "bias", "parameters", "named_parameters", "state_dict", "_parameters"})
+
 
 def autocast_weights(block: nn.Module, autocast_dtype: torch.dtype | None) -> set[int]:
     """``id`` of the fp32 parameters of ``block`` that only autocast ops read.
 
     These are the weights and biases of modules whose forward is exactly that of a torch linear or convolution layer
-    without hooks or parametrizations of their own, and which no other module of the block shares.
+    without hooks or parametrizations of their own, which no other module of the block shares, and which no module
+    around them reads (adapters cast their inputs to ``lora_A.weight.dtype``).
     """
     if autocast_dtype is None:
         return set()
+    read = {id(child) for module in block.modules() if _reads_weights(type(module)) for child in module.modules()}
     readers: dict[int, list[bool]] = {}
     for module in block.modules():
-        casts = _is_autocast_module(module)
+        casts = _is_autocast_module(module) and id(module) not in read
         for parameter in module._parameters.values():
             if parameter is not None and parameter.dtype == torch.float32:
                 readers.setdefault(id(parameter), []).append(casts)
@@ -35,3 +43,24 @@ def _is_autocast_module(module: nn.Module) -> bool:
     if "forward" in module.__dict__ or module._forward_pre_hooks:
         return False
     return type(module).forward in _AUTOCAST_FORWARDS
+
+
+@functools.cache
+def _reads_weights(kind: type[nn.Module]) -> bool:
+    """Whether the forward of ``kind``, or a method that it names, mentions weights of modules inside."""
+    if kind.forward in _AUTOCAST_FORWARDS:
+        return False
+    seen: set[str] = set()
+    names = {"forward"}
+    while names - seen:
+        name = (names - seen).pop()
+        seen.add(name)
+        function = inspect.unwrap(found) if callable(found := getattr(kind, name, None)) else None
+        if inspect.isfunction(function) and not function.__module__.startswith("torch.nn.modules.module"):
+            names |= _names_in(function.__code__)
+    return not names.isdisjoint(_MENTIONS)
+
+
+def _names_in(code: CodeType) -> set[str]:
+    inner = (_names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return set(code.co_names).union(*inner)

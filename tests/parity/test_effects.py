@@ -12,6 +12,7 @@ from torch import nn
 
 from slideformer_backend.api import attach
 from slideformer_backend.config import SlideFormerConfig
+from slideformer_backend.errors import UnsupportedError
 
 WIDTH = 16
 
@@ -26,6 +27,7 @@ class Noise(nn.Module):
         self.outer = nn.Linear(WIDTH, WIDTH)
         self.norm = nn.BatchNorm1d(WIDTH)
         self.calls = 0
+        self.state, self.total = None, torch.zeros(WIDTH)
         self.generator = torch.Generator().manual_seed(3)
         self.register_buffer("average", torch.zeros(WIDTH))
         if kind == "spectral_norm":
@@ -44,6 +46,18 @@ class Noise(nn.Module):
             hidden = hidden * torch.rand(WIDTH)
         elif self.kind == "layer drop" and random.random() < 0.4:
             return x
+        elif self.kind == "state":  # None at first, then rebound
+            hidden = hidden if self.state is None else hidden + self.state
+            self.state = hidden.detach().mean(0)
+        elif self.kind == "state with a graph":  # of which the next forward uses the values
+            hidden = hidden if self.state is None else hidden + self.state.detach()
+            self.state = hidden.mean(0)
+        elif self.kind == "new attribute":
+            hidden = hidden + getattr(self, "made", 1.0)
+            self.made = 0.5
+        elif self.kind == "sum in place":
+            hidden = hidden + self.total
+            self.total += hidden.detach().mean(0)
         elif self.kind == "counter":
             hidden = hidden / self.calls
         elif self.kind == "batch norm":
@@ -94,8 +108,61 @@ def train(model, device, *, is_managed):
     return seen, [block.calls for block in model.blocks]
 
 
+class Remembered(nn.Module):
+    """A block with a recurrent state in a cache, written in place as recurrent layers of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, cache):
+        hidden = x + self.inner(x) + cache.states.get(0, torch.zeros(()))
+        if 0 in cache.states:
+            cache.states[0].copy_(hidden.detach().mean(0))
+        else:
+            cache.states[0] = hidden.detach().mean(0)
+        return hidden
+
+
+class Cache:
+    """Found by its name, as the engine finds it."""
+
+    def __init__(self) -> None:
+        self.states = {}
+
+
+def test_a_recurrent_state_in_a_cache(device):
+    """A fresh cache is filled once; the state in a filled one is overwritten and cannot be recomputed from."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([Remembered() for _ in range(2)])
+
+        def forward(self, x, caches):
+            for block, cache in zip(self.blocks, caches, strict=True):
+                x = block(x, cache)
+            return x
+
+    torch.manual_seed(0)
+    plain = Model()
+    managed = copy.deepcopy(plain)
+    engine = attach(managed, SlideFormerConfig(), device=device)
+    x = torch.randn(4, WIDTH, device=device)
+    for model in (plain, managed):
+        model(x, [Cache(), Cache()]).square().sum().backward()
+    for one, two in zip(plain.parameters(), managed.parameters(), strict=True):
+        assert torch.equal(one.grad, two.grad)
+    caches = [Cache(), Cache()]
+    managed(x, caches)
+    with pytest.raises(UnsupportedError, match="use_cache=False"):
+        managed(x, caches)
+    engine.detach()
+
+
 KINDS = (
     "numpy", "python", "generator", "torch", "layer drop", "counter", "batch norm", "average", "spectral_norm",
+    "state", "state with a graph", "new attribute", "sum in place",
 )  # fmt: skip
 
 
