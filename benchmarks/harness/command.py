@@ -42,7 +42,10 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--rounds", type=int, default=1, help="interleaved repetitions of everything (1)")
     result.add_argument("--timeout", type=float, default=300.0, help="seconds for one contender (300)")
     result.add_argument("--budget", type=float, help="seconds after which nothing more is started")
-    result.add_argument("--kernels", choices=("liger", "none"), help="of every contender (liger on a GPU)")
+    result.add_argument(
+        "--kernels", choices=("liger", "ours", "none"),
+        help="of every contender (liger on a GPU); ours: SlideFormer has its own, the others Liger's",
+    )  # fmt: skip
     result.add_argument("--device", choices=("cuda", "cpu"), help="cuda where there is one")
     result.add_argument("--threads", type=int, help="of torch on the CPU")
     result.add_argument("--learning-rate", type=float, default=1e-5)
