@@ -26,7 +26,8 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         prog="slideformer bench",
         description="Train one model with SlideFormer, with other offload systems and with none, in one run on this"
-        " machine, and measure what the machine can do. Contenders that are not installed, fail or hang are reported.",
+        " machine, and measure what the machine can do. Contenders that are not installed, fail or hang are reported."
+        " `slideformer bench kernels` measures the fused kernels alone.",
     )
     names = ", ".join(row.name for row in (*ROWS, *TOY))
     result.add_argument("--rows", help=f"comma-separated rows of the table of goals, or all: {names}")
