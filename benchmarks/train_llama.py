@@ -62,6 +62,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--recompute", default="auto", choices=("auto", "always", "never"))
     parser.add_argument("--trace", help="file for a timeline of the run")
     parser.add_argument("--liger", action="store_true", help="use Liger's kernels in both modes")
+    parser.add_argument("--fused", action="store_true", help="managed: our kernels and lazy logits, as in Accelerator")
     return parser.parse_args()
 
 
@@ -91,6 +92,11 @@ def main() -> None:
         )
         engine = attach(model, config, device=device)
         engine.bind(optimizer)
+        if args.fused:
+            from slideformer_backend.integrations import kernel_swap, lazy_logits
+
+            kernel_swap.install(engine)
+            lazy_logits.install(engine)
         if device.type == "cuda":
             torch.cuda.empty_cache()
     elif args.recompute != "never":

@@ -129,6 +129,10 @@ class SlideFormerAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate i
             state = self.gradient_state
             engine.last_microbatch = lambda: bool(state.sync_gradients)
             self.slideformer_status.watch_model(model, engine)
+            if self.slideformer_config.kernels != "off":
+                from slideformer_backend.integrations import kernel_swap
+
+                kernel_swap.install(engine, self._autocast_dtype())
             if self.slideformer_config.lazy_logits:
                 from slideformer_backend.integrations import lazy_logits
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import types
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +11,7 @@ from torch import nn
 import slideformer_backend.integrations.lazy_logits_loss  # noqa: F401 - registers the fused losses
 from slideformer_backend.engine.engine import Engine
 from slideformer_backend.engine.guard import access_of
+from slideformer_backend.integrations.bound_method import BoundMethod, is_eager, is_own
 from slideformer_backend.integrations.lazy_logits_autograd import lazy_logits
 
 __all__ = ["LazyHead", "install"]
@@ -27,57 +25,24 @@ GPU_ELEMENTS = 1 << 22
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class LazyHead:
-    """Takes the place of a head's ``forward``; ``remove`` puts the original back.
+class LazyHead(BoundMethod):
+    """The forward of a head whose logits are lazy where that is worthwhile."""
 
-    A deep copy of the module carries this bound to the copy, which runs the original forward.
-    """
-
-    def __init__(self, engine: Engine, module: nn.Linear) -> None:
-        self._engine = weakref.ref(engine)
-        self._module = weakref.ref(module)
-        self._own = module.__dict__.get("forward")
-        self.__name__ = "forward"
-        self.__doc__ = nn.Linear.forward.__doc__
-        self.__signature__ = inspect.signature(nn.Linear.forward)
-        module.forward = types.MethodType(self, module)  # type: ignore[method-assign]  # undone by remove
-
-    def __call__(self, module: nn.Linear, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         engine = self._engine()
-        is_ours = engine is not None and not engine.is_detached and module is self._module()
-        if engine is None or not is_ours or len(args) != 1 or kwargs or not is_worthwhile(args[0], module.weight):
-            found: torch.Tensor = self._original(module)(*args, **kwargs)
-            return found
+        if engine is None or not isinstance(module, nn.Linear) or not self.is_in_charge(module):
+            return super().__call__(module, *args, **kwargs)
+        if len(args) != 1 or kwargs or not is_worthwhile(args[0], module.weight):
+            return super().__call__(module, *args, **kwargs)
         weight, bias = module.weight, module.bias
         return lazy_logits(args[0], weight, bias, _settle(weight, bias), _stale(engine, weight, bias))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> LazyHead:
-        return self
-
-    def remove(self) -> None:
-        """Put the original forward back."""
-        module = self._module()
-        if module is None:
-            return
-        if self._own is not None:
-            module.forward = self._own  # type: ignore[method-assign]  # the user's own, put back
-        else:
-            module.__dict__.pop("forward", None)
-
-    def _original(self, module: nn.Linear) -> Callable[..., Any]:
-        if self._own is not None and module is self._module():
-            own: Callable[..., Any] = self._own
-            return own
-        return types.MethodType(type(module).forward, module)
 
 
 def is_worthwhile(hidden: object, weight: torch.Tensor) -> bool:
     """Whether logits of ``hidden`` should be lazy: plain tensors, enough of them, and nothing that traces or maps."""
     if type(hidden) is not torch.Tensor or hidden.dim() < 2 or hidden.dtype not in _DTYPES:
         return False
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or torch.is_inference_mode_enabled():
-        return False
-    if torch._C._functorch.peek_interpreter_stack() is not None or hidden.device != weight.device:
+    if not is_eager() or torch.is_inference_mode_enabled() or hidden.device != weight.device:
         return False
     if weight.dtype not in _DTYPES:
         return False
@@ -125,7 +90,7 @@ def _heads(model: nn.Module) -> Iterator[nn.Module]:
 
 def _is_plain(module: nn.Module) -> bool:
     """A linear layer with the forward that torch gave it."""
-    return type(module) is nn.Linear and "forward" not in module.__dict__
+    return type(module) is nn.Linear and is_own(module)
 
 
 def _settle(*tensors: torch.Tensor | None) -> Callable[[], None]:

@@ -89,6 +89,13 @@ def _sum(input: Any, dim: Any = None, keepdim: bool = False, *, dtype: torch.dty
     return found.unsqueeze(-1) if keepdim else found
 
 
+def _unbind(input: Any, dim: int = 0) -> Any:
+    """``unbind``, also by iteration, into rows that are lazy themselves."""
+    if chain_of(input) is None or not -input.dim() <= dim < input.dim() or dim % input.dim() == input.dim() - 1:
+        return NotImplemented
+    return tuple(input.select(dim, number) for number in range(input.shape[dim]))
+
+
 def _tokens(chain: Chain, targets: torch.Tensor, smoothing: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
     """Loss and logsumexp of every row; no target is ignored."""
     options = chain.options._replace(ignore_index=-(2**31), smoothing=smoothing)
@@ -115,6 +122,8 @@ FUSED.update(
         torch.Tensor.gather: _gather,
         torch.logsumexp: _logsumexp,
         torch.Tensor.logsumexp: _logsumexp,
+        torch.unbind: _unbind,
+        torch.Tensor.unbind: _unbind,
         torch.sum: _sum,
         torch.Tensor.sum: _sum,
     }

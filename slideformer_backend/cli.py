@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     commands.add_parser("launch", add_help=False, help="accelerate launch, with SlideFormer switched on")
     commands.add_parser("run", add_help=False, help="run one script in this process, without a launcher")
     commands.add_parser("trace", add_help=False, help="run one script and write a timeline of it; or summarise one")
-    commands.add_parser("bench", add_help=False, help="measure training beside other systems and the machine's limits")
+    commands.add_parser("bench", add_help=False, help="measure training beside others; bench kernels: the kernels")
     command = parser.parse_args(arguments[:1]).command
     if command == "launch":
         launch(arguments[1:])
@@ -71,7 +71,12 @@ def trace(arguments: Sequence[str]) -> None:
 
 
 def bench(arguments: Sequence[str]) -> None:
-    """``slideformer bench``: see ``benchmarks/harness``."""
+    """``slideformer bench`` and ``slideformer bench kernels``: see ``benchmarks/harness``."""
+    if arguments[:1] == ["kernels"]:
+        from slideformer_backend.benchmarks.harness.kernel_command import main as run_kernels
+
+        run_kernels(arguments[1:])
+        return
     from slideformer_backend.benchmarks.harness.command import main as run
 
     run(arguments)

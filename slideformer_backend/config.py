@@ -103,15 +103,23 @@ def _path(value: object) -> str:
     return os.fspath(cast("str | os.PathLike[str]", value))
 
 
-def _names(value: object) -> str | tuple[str, ...]:
+KERNELS = ("rms_norm", "gated", "rotary")
+"""The fused kernels that can replace a model's own layers."""
+
+
+def _kernels(value: object) -> str | tuple[str, ...]:
     """``auto``, ``off``, or kernel names as a list or comma-separated text."""
     if value is False:
         return "off"
     parts = value.split(",") if isinstance(value, str) else value
     if not isinstance(parts, (list, tuple)) or not all(isinstance(part, str) and part.strip() for part in parts):
         raise ValueError
-    names = tuple(part.strip() for part in parts)
-    return names[0] if names in (("auto",), ("off",)) else names
+    names = tuple(dict.fromkeys(part.strip().lower() for part in parts))
+    if names in (("auto",), ("off",)):
+        return names[0]
+    if not names or not set(names) <= set(KERNELS):
+        raise ValueError
+    return names
 
 
 def _section(value: object) -> Mapping[str, object]:
@@ -181,7 +189,9 @@ class SlideFormerConfig:
         "auto", one_of("auto", "gpu", "host", "nvme"), "where the inputs of units wait for backward", built=False
     )
     kernels: str | tuple[str, ...] = _key(
-        "auto", Kind("auto, off or kernel names", _names), "which fused kernels replace a model's own", built=False
+        "auto",
+        Kind(f"auto, off or a list of {', '.join(KERNELS)}", _kernels),
+        "which layers run as fused kernels, where these give the same; auto: all of them on a GPU, none on a CPU",
     )
     lazy_logits: bool = _key(True, BOOLEAN, "fuse the head with the loss, never holding all logits")
     weights: Literal["auto", "host", "nvme"] = _key(

@@ -26,7 +26,8 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         prog="slideformer bench",
         description="Train one model with SlideFormer, with other offload systems and with none, in one run on this"
-        " machine, and measure what the machine can do. Contenders that are not installed, fail or hang are reported.",
+        " machine, and measure what the machine can do. Contenders that are not installed, fail or hang are reported."
+        " `slideformer bench kernels` measures the fused kernels alone.",
     )
     names = ", ".join(row.name for row in (*ROWS, *TOY))
     result.add_argument("--rows", help=f"comma-separated rows of the table of goals, or all: {names}")
@@ -42,7 +43,10 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--rounds", type=int, default=1, help="interleaved repetitions of everything (1)")
     result.add_argument("--timeout", type=float, default=300.0, help="seconds for one contender (300)")
     result.add_argument("--budget", type=float, help="seconds after which nothing more is started")
-    result.add_argument("--kernels", choices=("liger", "none"), help="of every contender (liger on a GPU)")
+    result.add_argument(
+        "--kernels", choices=("liger", "ours", "none"),
+        help="of every contender (liger on a GPU); ours: SlideFormer has its own, the others Liger's",
+    )  # fmt: skip
     result.add_argument("--device", choices=("cuda", "cpu"), help="cuda where there is one")
     result.add_argument("--threads", type=int, help="of torch on the CPU")
     result.add_argument("--learning-rate", type=float, default=1e-5)

@@ -69,6 +69,14 @@ class Ours:
         if device.type == "cuda":
             torch.cuda.empty_cache()  # the weights came from the device
 
+    def fuse(self) -> None:
+        """Our own kernels and lazy logits, as ``Accelerator.prepare`` puts them in. They round less than the model's
+        own code, so exactness is checked before."""
+        from slideformer_backend.integrations import kernel_swap, lazy_logits
+
+        kernel_swap.install(self.engine)
+        lazy_logits.install(self.engine)
+
     def step(self, micro_batches: Sequence[Tensor], clip: Clip) -> Step:
         loss = self.backward(micro_batches)
         norm = self.clip(clip)

@@ -101,7 +101,7 @@ def make_batches(
 
 
 def use_kernels(name: str) -> None:
-    """Let Llama models made from now on use these kernels: ``liger``, or ``none`` for transformers' own.
+    """Let Llama models made from now on use these kernels: ``liger``; with other names transformers' own.
 
     Raises:
         ImportError: Liger is not installed.

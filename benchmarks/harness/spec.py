@@ -62,7 +62,7 @@ class Job:
         loads: they differ in ``clip`` or ``sequences`` only.
         config: our configuration, as in the ``slideformer_config`` section; empty for others.
         label: words for ``config`` in tables.
-        kernels: ``liger`` or ``none``.
+        kernels: ``liger``, ``none``, or ``ours`` (the others then have Liger's).
         device: ``cuda`` or ``cpu``.
         steps: timed steps per load.
         warmup: steps before them.

@@ -41,13 +41,15 @@ RECOMPUTE = ("ours", "zero2", "zero3", "torchao", "ceiling")
 
 def run_job(job: Job, device: torch.device, trace: Path | None) -> dict[str, Any]:
     """Time a contender at its loads. The check's observations come along where the shape is checked as it is."""
-    use_kernels(job.kernels)
+    use_kernels("liger" if job.kernels == "ours" and job.contender != "ours" else job.kernels)
     _touch(device)
     host = HostPeak(whole_machine=device.type == "cuda")
     trainer = make_trainer(job, device)
     observed = None
     if isinstance(trainer, Ours) and job.check_layers is None:
         observed = exact.observe(trainer, job, device)
+    if isinstance(trainer, Ours) and job.kernels == "ours":
+        trainer.fuse()
     results = [result_to_dict(_time(job, load, trainer, host, device, trace)) for load in job.loads]
     host.close()
     return {"results": results, "observed": observed}

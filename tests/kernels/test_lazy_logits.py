@@ -14,7 +14,7 @@ import slideformer_backend.integrations.lazy_logits  # noqa: F401 - registers th
 from slideformer_backend.errors import StaleGraphError
 from slideformer_backend.integrations.lazy_logits_autograd import lazy_logits
 from slideformer_backend.integrations.lazy_logits_tensor import LazyLogits, Source
-from tests.kernels.truth import DEVICE
+from tests.kernels.truth import DEVICE, TOLERANCE, error
 
 B, S, H, V = 2, 9, 16, 97
 
@@ -105,6 +105,11 @@ def unpacked(z, ids):
     return sum(row.logsumexp(-1).sum() for row in z) - z.gather(-1, ids[..., None]).sum()
 
 
+def selective(z, ids):
+    """As in TRL's experimental trainers on a CPU: row by row."""
+    return pytest.importorskip("trl.trainer.utils").selective_log_softmax(z, ids).square().sum()
+
+
 COMPUTED = {
     "gradient on the logits": gradient_on_logits,
     "hook after the loss": hook_after_the_loss,
@@ -135,7 +140,6 @@ COMPUTED = {
     "values and loss": lambda z, ids: z.square().mean() + shifted(z, ids),
     "mean over all": lambda z, ids: z.sum() + z.mean(-1).sum(),
     "matrix product": lambda z, ids: (z @ z.mT).sum(),
-    "iterated": unpacked,
 }
 
 PARTLY_FUSED = (
@@ -170,6 +174,8 @@ FUSED = {
     "log-probabilities": lambda z, ids: z.float().log_softmax(-1).gather(-1, ids[..., None]).squeeze(-1).square().sum(),
     "logits of the target": lambda z, ids: z.gather(-1, ids[..., None]).square().sum(),
     "logsumexp": lambda z, ids: torch.logsumexp(z[:, 1:], -1).square().mean() + z.logsumexp(-1, keepdim=True).sum(),
+    "iterated": unpacked,
+    "selective log-softmax": selective,
     "checkpoint": lambda z, ids: checkpoint(shifted, z, ids, use_reentrant=False),
     "reentrant checkpoint": lambda z, ids: checkpoint(shifted, z, ids, use_reentrant=True),
     "label smoother": lambda z, ids: (lambda p: p.gather(-1, ids[..., None]).mean() * 0.9
@@ -236,6 +242,23 @@ def test_autocast(name, dtype, data, computed):
     for plain, lazy in zip(*results, strict=True):
         assert plain.dtype == lazy.dtype
         torch.testing.assert_close(lazy, plain, rtol=3e-2, atol=2e-2)
+    assert computed == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_log_probabilities_of_rows_are_as_near_to_the_truth(dtype, data, computed):
+    """Each row's gradient is rounded on its own there, so bits say nothing."""
+    h, w, _, ids = data
+    results = []
+    for head, kind in ((F.linear, torch.float64), (F.linear, torch.float32), (lazy_logits, torch.float32)):
+        leaves = [t.to(kind, copy=True).requires_grad_() for t in (h, w)]
+        with torch.autocast(DEVICE.type, dtype=dtype, enabled=kind == torch.float32):
+            loss = selective(head(*leaves, None), ids)
+        loss.backward()
+        results.append([loss.detach(), *(leaf.grad for leaf in leaves)])
+    for truth, plain, lazy in zip(*results, strict=True):
+        assert plain.dtype == lazy.dtype
+        assert error(lazy, truth) <= error(plain, truth) + TOLERANCE[dtype]
     assert computed == []
 
 

@@ -29,7 +29,17 @@ class Row:
     share: float | None = None
     gib: float | None = None
     error: float | None = None
+    tokens: int = 0
+    hidden: int = 0
     note: str = ""
+
+    def set_time(self, of: Callable[[int], object]) -> None:
+        """The median time of ``of(i)``."""
+        self.ms = median_ms(of, 9)
+
+    def set_note(self, text: str) -> None:
+        """Words in place of figures."""
+        self.note = text
 
 
 @dataclass
@@ -47,6 +57,8 @@ class Bench:
         else:
             try:
                 measure(row)
+            except ImportError as error:
+                row.note = f"not installed: {error.name}"
             except Exception as error:  # a row that fails is reported in its place; the others still count
                 row.note = f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}"
                 traceback.print_exc(file=sys.stderr)
@@ -71,10 +83,10 @@ def median_ms(function: Callable[[int], object], repeats: int = 15, pause: int =
     for number in range(2):
         function(number)
     if not IS_REAL:
-        begin = time.perf_counter()
+        started = time.perf_counter()
         function(0)
-        return (time.perf_counter() - begin) * 1e3
-    pairs = []
+        return (time.perf_counter() - started) * 1e3
+    pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
     for number in range(repeats):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda._sleep(pause)
@@ -85,7 +97,7 @@ def median_ms(function: Callable[[int], object], repeats: int = 15, pause: int =
         if number % 4 == 3:
             torch.cuda.synchronize()
     torch.cuda.synchronize()
-    return statistics.median(begin.elapsed_time(end) for begin, end in pairs)
+    return float(statistics.median(begin.elapsed_time(end) for begin, end in pairs))
 
 
 def randn(*shape: int, scale: float = 1.0, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -95,7 +107,7 @@ def randn(*shape: int, scale: float = 1.0, dtype: torch.dtype = BF16) -> torch.T
 
 def relative_error(found: torch.Tensor, truth: torch.Tensor) -> float:
     """Norm of the difference over norm of the truth."""
-    return ((found.double() - truth.double()).norm() / truth.double().norm()).item()
+    return float((found.double() - truth.double()).norm() / truth.double().norm())
 
 
 def copy_bandwidth() -> float:
@@ -128,6 +140,7 @@ class Head:
 
     def measure(self, row: Row, function: Callable[[int], object], base: float | None, repeats: int) -> None:
         """Time, its ratio to ``base``, and peak memory beyond inputs, gradients and the fp32 accumulator."""
+        row.tokens, row.hidden = self.tokens, self.hidden
         row.ms = median_ms(function, repeats, 8_000_000)
         row.share = row.ms / base if base else None
         if not IS_REAL:

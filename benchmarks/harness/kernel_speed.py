@@ -1,43 +1,27 @@
-"""Speed, memory and error of the kernels on this GPU, against plain torch, torch.compile and Liger (if installed).
-
-    python benchmarks/kernel_speed.py                          # the table; --json FILE keeps the figures
-    python benchmarks/kernel_speed.py --autotune-report        # also launch parameters, and the parts of LCE
-
-Device time between CUDA events, median of many repeats over fresh random inputs; the launches of a repeat are queued
-behind a pause, so that the host's speed does not count. Memory-bound rows give the fewest possible bytes over the time,
-as a share of the copy bandwidth of the same run; linear cross-entropy gives its time over that of its three products.
-(Not named kernels.py: scripts in this folder import transformers, which looks for a module of that name.)
-"""
+"""Rows of the kernel benchmark: ours against plain torch, torch.compile and Liger. See ``kernel_command``."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
-import torch._functorch.config
 
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
-
-import kernel_tuning
-from kernel_timing import (
+from slideformer_backend.benchmarks.harness.kernel_timing import (
     BF16,
     DEVICE,
-    IS_REAL,
     TOKENS,
     Bench,
     Head,
     Row,
-    copy_bandwidth,
     median_ms,
     randn,
     relative_error,
 )
+
+__all__ = ["compiled_head", "heads", "measure_layers"]
 
 # -- linear cross-entropy ----------------------------------------------------------------------------------------------
 
@@ -60,7 +44,8 @@ def heads(bench: Bench, sizes: list[tuple[int, int]]) -> None:
         what = f"LCE {tokens} x {hidden}"
         head = Head(tokens, hidden)
         repeats = 7 if tokens > 10_000 else 15
-        base = bench.add(what, "three products", lambda r, h=head, n=repeats: h.measure(r, h.products, None, n)).ms
+        products = partial(head.measure, function=head.products, base=None, repeats=repeats)
+        base = bench.add(what, "three products", products).ms
 
         def ours(row: Row, head: Head = head, base: float | None = base, repeats: int = repeats) -> None:
             head.measure(row, lambda n: head.step(linear_cross_entropy, n), base, repeats)
@@ -98,13 +83,15 @@ def head_error(head: Head, loss_of: Callable[..., torch.Tensor]) -> float:
     """Largest relative error of both gradients against fp32 products, over the first 2,048 tokens."""
     h, t = head.h[0][:2048].detach(), head.t[0][:2048]
     leaves = [h.clone().requires_grad_(), head.w.detach().clone().requires_grad_()]
-    wide = [leaf.detach().float().requires_grad_() for leaf in leaves]
-    found = torch.autograd.grad(loss_of(*leaves, t), leaves)
-    truth = torch.autograd.grad(torch_loss(*wide, t), wide)
+    narrow, wide = leaves, [leaf.detach().float().requires_grad_() for leaf in leaves]
+    found = torch.autograd.grad(loss_of(*narrow, t), narrow)
+    truth = torch.autograd.grad(torch_loss(wide[0], wide[1], t), wide)
     return max(relative_error(a, b) for a, b in zip(found, truth, strict=True))
 
 
 # -- memory-bound kernels ----------------------------------------------------------------------------------------------
+
+Way = Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]
 
 
 @dataclass
@@ -116,7 +103,7 @@ class Layer:
     wanted: int
     forward_bytes: int
     backward_bytes: int
-    ways: dict[str, Callable[[], Callable[..., object]]]
+    ways: dict[str, Callable[[], Way]]
 
 
 def layers() -> list[Layer]:
@@ -148,18 +135,21 @@ def layers() -> list[Layer]:
         c, s = c.unsqueeze(1), s.unsqueeze(1)
         return q * c + half(q) * s, k * c + half(k) * s
 
-    def liger(module: str, name: str, *extra: object) -> Callable[[], Callable[..., object]]:
-        def load() -> Callable[..., object]:
-            function = getattr(__import__(f"liger_kernel.ops.{module}", fromlist=[name]), name)
+    def liger(module: str, name: str, *extra: object) -> Callable[[], Way]:
+        def load() -> Way:
+            function: Any = getattr(__import__(f"liger_kernel.ops.{module}", fromlist=[name]), name)
             return lambda *tensors: function.apply(*tensors, *extra)
 
         return load
 
-    def ways(ours: Callable[..., object], plain: Callable[..., object], **more: object) -> dict:
+    def ways(ours: Way, plain: Way, **more: Callable[[], Way]) -> dict[str, Callable[[], Way]]:
         return {"ours": lambda: ours, **more, "torch": lambda: plain, "torch.compile": lambda: torch.compile(plain)}
 
     def rows(*widths: int) -> list[torch.Tensor]:
         return [randn(TOKENS, width) for width in widths]
+
+    def normed(width: int) -> list[torch.Tensor]:
+        return [*rows(width), randn(width)]
 
     def turned() -> list[torch.Tensor]:
         q, k = (randn(4, TOKENS // 4, heads, 128).transpose(1, 2) for heads in (32, 8))
@@ -174,7 +164,7 @@ def layers() -> list[Layer]:
         found.append(
             Layer(
                 f"RMSNorm {width}",
-                lambda width=width: [*rows(width), randn(width)],
+                partial(normed, width),
                 2,
                 2 * unit * width,
                 3 * unit * width,
@@ -220,7 +210,7 @@ def layers() -> list[Layer]:
 
 def measure_layer(bench: Bench, layer: Layer, who: str) -> None:
     """Forward and backward rows of one way to compute a layer."""
-    state: dict[str, object] = {}
+    made: list[tuple[Way, list[list[torch.Tensor]]]] = []
 
     def forward(row: Row) -> None:
         function = layer.ways[who]()
@@ -230,18 +220,17 @@ def measure_layer(bench: Bench, layer: Layer, who: str) -> None:
                 tensor.requires_grad_()
         row.ms = median_ms(lambda n: function(*sets[n % 2]))
         row.share = layer.forward_bytes / row.ms / 1e9 / bench.copy
-        state["function"], state["sets"] = function, sets
+        made.append((function, sets))
 
     def backward(row: Row) -> None:
-        function, sets = state["function"], state["sets"]
-        made = []
+        function, sets = made[0]
+        graphs = []
         for tensors in sets:
-            outputs = function(*tensors)
-            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-            made.append((outputs, [torch.randn_like(output) for output in outputs], tensors[: layer.wanted]))
+            outputs = _tuple(function(*tensors))
+            graphs.append((outputs, [torch.randn_like(output) for output in outputs], tensors[: layer.wanted]))
 
         def step(number: int) -> None:
-            outputs, upstream, wanted = made[number % 2]
+            outputs, upstream, wanted = graphs[number % 2]
             torch.autograd.grad(outputs, wanted, upstream, retain_graph=True)
 
         row.ms = median_ms(step)
@@ -250,7 +239,7 @@ def measure_layer(bench: Bench, layer: Layer, who: str) -> None:
             row.error = layer_error(layer, function)
 
     bench.add(f"{layer.name} forward", who, forward)
-    if state:
+    if made:
         bench.add(f"{layer.name} backward", who, backward)
 
 
@@ -262,53 +251,19 @@ def measure_layers(bench: Bench, names: tuple[str, ...]) -> None:
                 measure_layer(bench, layer, who)
 
 
-def layer_error(layer: Layer, function: Callable[..., object]) -> float:
+def _tuple(outputs: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def layer_error(layer: Layer, function: Way) -> float:
     """Largest relative error of outputs and gradients against plain torch in fp32."""
     tensors = layer.inputs()
     results = []
     for dtype, way in ((BF16, function), (torch.float32, layer.ways["torch"]())):
         cast = [tensor.detach().to(dtype) for tensor in tensors]
         wanted = [tensor.requires_grad_() for tensor in cast[: layer.wanted]]
-        outputs = way(*cast)
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        outputs = _tuple(way(*cast))
         torch.manual_seed(1)
         upstream = [randn(*output.shape).to(dtype) for output in outputs]
         results.append([*outputs, *torch.autograd.grad(outputs, wanted, upstream)])
     return max(relative_error(a.detach(), b.detach()) for a, b in zip(*results, strict=True))
-
-
-def main() -> None:
-    """Run and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="file for all figures")
-    parser.add_argument("--budget", type=float, default=100.0, help="seconds after which rows are left out")
-    parser.add_argument("--autotune-report", action="store_true", help="also try launch parameters")
-    parser.add_argument("--only", choices=("lce", "layers", "tune", "compile"), help="one part alone")
-    args = parser.parse_args()
-    torch.manual_seed(time.time_ns() % 2**31)
-    bench = Bench(args.budget)
-    bench.copy = copy_bandwidth()
-    name = torch.cuda.get_device_name() if IS_REAL else "CPU (a smoke test: figures mean nothing)"
-    print(f"{name}, torch {torch.__version__}, copy {bench.copy:.2f} TB/s", flush=True)
-    parts = (
-        ("lce", "layers", *(("tune",) if args.autotune_report else ()), "compile")
-        if args.only is None
-        else (args.only,)
-    )
-    if "lce" in parts:
-        heads(bench, [(32768, 3072), (8192, 3072), (8192, 4096), (32768, 4096)] if IS_REAL else [(64, 32)])
-    if "layers" in parts:
-        measure_layers(bench, ("ours", "Liger", "torch"))
-    if "tune" in parts:
-        kernel_tuning.report(bench)
-    if "compile" in parts:
-        torch._functorch.config.donated_buffer = False  # backward runs many times over one forward here
-        measure_layers(bench, ("torch.compile",))
-        compiled_head(bench, *((8192, 3072) if IS_REAL else (64, 32)))
-    if args.json:
-        figures = {"device": name, "copy_tb_s": bench.copy}
-        args.json.write_text(json.dumps({**figures, "rows": [asdict(row) for row in bench.rows]}, indent=1))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,12 +1,24 @@
-"""Launch parameters of every kernel, best first, and what the parts of linear cross-entropy cost (``kernel_speed``)."""
+"""Launch parameters of every kernel, best first, and what the parts of linear cross-entropy cost."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
-from kernel_timing import DEVICE, IS_REAL, TOKENS, VOCABULARY, Bench, Head, Row, median_ms, randn
+
+from slideformer_backend.benchmarks.harness.kernel_timing import (
+    DEVICE,
+    IS_REAL,
+    TOKENS,
+    VOCABULARY,
+    Bench,
+    Head,
+    Row,
+    median_ms,
+    randn,
+)
 
 
 def report(bench: Bench) -> None:
@@ -32,7 +44,7 @@ def best(
     failed: list[str] = []
     for config in configs:
         try:
-            tried.append((median_ms(lambda n, c=config: run(c, n), 9, 500_000), config))
+            tried.append((median_ms(partial(run, config), 9, 500_000), config))
         except Exception as error:  # a configuration that cannot be launched is one of the answers
             failed.append(f"{config}: {type(error).__name__} {str(error)[:80]}")
     tried.sort(key=lambda pair: pair[0])
@@ -43,7 +55,7 @@ def best(
 
         bench.add(what, f"number {place + 1}" if place < shown else "worst", fill)
     for text in failed[:3]:
-        bench.add(what, "failed", lambda row, text=text: setattr(row, "note", text))
+        bench.add(what, "failed", partial(Row.set_note, text=text))
 
 
 def parts(bench: Bench) -> None:
@@ -67,7 +79,7 @@ def parts(bench: Bench) -> None:
         "mem_get_info": lambda _: module.chunk_tokens(32768, VOCABULARY * 2, h.device),
     }
     for name, run in pieces.items():
-        bench.add("part of LCE, 4096 x 3072", name, lambda row, run=run: setattr(row, "ms", median_ms(run, 9)))
+        bench.add("part of LCE, 4096 x 3072", name, partial(Row.set_time, of=run))
     left, right = randn(tokens, hidden), randn(VOCABULARY, hidden, scale=0.02)
     truth = left[:64].float() @ right.float().t()
     out = torch.empty(64, VOCABULARY, device=DEVICE)
@@ -102,7 +114,7 @@ def softmax(bench: Bench) -> None:
 
 def norm(bench: Bench) -> None:
     """RMSNorm of 3,072 and 4,096 columns."""
-    from slideformer_backend.kernels.rms_norm import NormConfig, launch_backward, launch_forward
+    from slideformer_backend.kernels.rms_norm import NormConfig
 
     for width in (3072, 4096):
         sets = [(randn(TOKENS, width), randn(TOKENS, width)) for _ in range(2)]
@@ -113,7 +125,7 @@ def norm(bench: Bench) -> None:
             bench,
             f"RMSNorm {width} forward",
             [NormConfig(rows, warps) for rows, warps in shapes],
-            lambda c, n, s=sets, w=weight: launch_forward(s[n % 2][0], None, w, 1e-6, 0.0, c),
+            partial(_norm_forward, sets, weight),
             2 * sets[0][0].nbytes,
             3,
         )
@@ -121,11 +133,30 @@ def norm(bench: Bench) -> None:
             bench,
             f"RMSNorm {width} backward",
             [NormConfig(*shape, programs) for shape in shapes for programs in (1, 2, 4, 8)],
-            lambda c, n, s=sets, w=weight, r=rstd: launch_backward(
-                s[n % 2][0], None, s[n % 2][1], w, r, 0.0, (True, True), c
-            ),
+            partial(_norm_backward, sets, weight, rstd),
             3 * sets[0][0].nbytes,
         )
+
+
+def _norm_forward(sets: list[tuple[torch.Tensor, torch.Tensor]], weight: torch.Tensor, config: Any, n: int) -> object:
+    from slideformer_backend.kernels.rms_norm import launch_forward
+
+    return launch_forward(sets[n % 2][0], None, weight, 1e-6, 0.0, config)
+
+
+def _norm_backward(
+    sets: list[tuple[torch.Tensor, torch.Tensor]], weight: torch.Tensor, rstd: torch.Tensor, config: Any, n: int
+) -> object:
+    from slideformer_backend.kernels.rms_norm import launch_backward
+
+    dy, x = sets[n % 2]
+    return launch_backward(dy, None, x, weight, rstd, 0.0, (True, True), config)
+
+
+def _chunked(head: Head, tokens: int, n: int) -> None:
+    from slideformer_backend.kernels.linear_cross_entropy import linear_cross_entropy
+
+    head.step(partial(linear_cross_entropy, tokens=tokens), n)
 
 
 def gated(bench: Bench) -> None:
@@ -151,15 +182,13 @@ def rotary(bench: Bench) -> None:
 
 def chunks(bench: Bench) -> None:
     """Linear cross-entropy by tokens per chunk; share is bytes of nothing: read the times."""
-    from slideformer_backend.kernels.linear_cross_entropy import linear_cross_entropy
-
     for tokens, hidden in ((8192, 3072), (32768, 3072)) if IS_REAL else ((64, 32),):
         head = Head(tokens, hidden)
         best(
             bench,
             f"LCE {tokens} x {hidden} by chunk",
             (2048, 3072, 4096, 8192),
-            lambda c, n, head=head: head.step(lambda h, w, t: linear_cross_entropy(h, w, t, tokens=c), n),
+            partial(_chunked, head),
             0,
             4,
         )

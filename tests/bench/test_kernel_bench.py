@@ -1,0 +1,55 @@
+"""``slideformer bench kernels`` on a machine without a GPU: everything runs, on sizes that say nothing about speed."""
+
+import json
+
+import pytest
+
+from slideformer_backend.benchmarks.harness.kernel_plot import draw
+from slideformer_backend.benchmarks.harness.kernel_timing import IS_REAL, Row
+from slideformer_backend.cli import main
+
+pytestmark = pytest.mark.skipif(IS_REAL, reason="a GPU measures real sizes, which takes minutes")
+
+
+def is_png(path):
+    return path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_rows_figures_and_plot(tmp_path, capsys):
+    main(["bench", "kernels", "--only", "lce,layers,sweep", "--out", str(tmp_path), "--json", str(tmp_path / "copy")])
+    figures = json.loads((tmp_path / "kernels.json").read_text())
+    assert json.loads((tmp_path / "copy").read_text()) == figures
+    rows = figures["rows"]
+    ours = [row for row in rows if row["who"] == "ours"]
+    assert {row["what"].split()[0] for row in ours} == {"LCE", "RMSNorm", "RMSNorm+add", "SwiGLU", "GeGLU", "RoPE"}
+    assert all(row["ms"] > 0 for row in ours)
+    by_name = {(row["what"], row["who"]): row for row in rows}
+    for row in ours:
+        plain = by_name[row["what"], "torch"]
+        if row["error"] is not None:
+            assert row["error"] <= plain["error"] + 2**-9, row["what"]
+    assert sorted({row["tokens"] for row in rows if row["tokens"]}) == [16, 64, 128]
+    assert "three products" in capsys.readouterr().out
+    assert is_png(tmp_path / "kernels.png")
+
+
+def test_what_is_not_installed_or_fails_is_said_in_its_row(tmp_path, monkeypatch, capsys):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)
+    main(["bench", "kernels", "--only", "lce", "--out", str(tmp_path), "--budget", "1e9"])
+    (liger,) = [row for row in json.loads((tmp_path / "kernels.json").read_text())["rows"] if row["who"] == "Liger"]
+    assert liger["note"].startswith("not installed: liger_kernel")
+    assert liger["ms"] is None
+    with pytest.raises(SystemExit):
+        main(["bench", "kernels", "--only", "lce,spead"])
+    assert "no part 'spead'" in capsys.readouterr().err
+
+
+def test_the_plot_needs_rows(tmp_path):
+    assert not draw([Row("RMSNorm", "ours", ms=1.0)], "x", tmp_path / "a.png")
+    rows = [
+        Row("LCE", who, ms=n / 1000, gib=n / 5000, tokens=n, hidden=8) for who in ("ours", "torch") for n in (64, 128)
+    ]
+    assert draw(rows, "x", tmp_path / "a.png")
+    assert is_png(tmp_path / "a.png")
