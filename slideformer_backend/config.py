@@ -185,8 +185,10 @@ class SlideFormerConfig:
     recompute: Literal["auto", "always"] = _key(
         "auto", one_of("auto", "always"), "auto: layers on the GPU keep their activations where they fit"
     )
-    activations: Literal["auto", "gpu", "host", "nvme"] = _key(
-        "auto", one_of("auto", "gpu", "host", "nvme"), "where the inputs of units wait for backward", built=False
+    activations: Literal["auto", "gpu", "host"] = _key(
+        "auto",
+        one_of("auto", "gpu", "host"),
+        "where the inputs of layers wait for backward; auto: on the GPU unless that room takes in more layers",
     )
     kernels: str | tuple[str, ...] = _key(
         "auto",

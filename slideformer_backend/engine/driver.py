@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ..errors import UnsupportedError
 from .backward import PostBackward, Visit
-from .effects import Effects
 from .guard import tensors_in
+from .recompute import Runner, autocast_cache_off, hf_checkpointing_off, unit_context
 from .unit import Unit, Where
 
 if TYPE_CHECKING:
@@ -51,7 +49,7 @@ class UnitForward:
             return self._original(module)(*args, **kwargs)
         engine.enter(unit, Where.FORWARD, is_wide=engine.is_wide(unit))
         try:
-            with _unit_context(module):
+            with unit_context(module):
                 return self._original(module)(*args, **kwargs)
         finally:
             engine.leave(unit)
@@ -82,10 +80,10 @@ class UnitForward:
             args, kwargs = _map_inputs(lambda: backend.end("backward", name), args, kwargs)
             backend.begin("forward", name)
         if engine.recomputes(self._unit):
-            run = _Runner(forward, module, args, kwargs, autocast_cache=True)
-            output = checkpoint(run, *args, use_reentrant=False, **kwargs)
+            run = Runner(forward, module, args, kwargs, autocast_cache=True)
+            output = checkpoint(run, *run.slide(engine.boundaries, name), use_reentrant=False, **run.kwargs)
         else:
-            with _hf_checkpointing_off(module):
+            with hf_checkpointing_off(module):
                 output = forward(*args, **kwargs)
         if is_traced:
             backend.end("forward", name)
@@ -101,14 +99,14 @@ class UnitForward:
         visit = Visit(unit, is_wide=engine.is_wide(unit))
         backward = engine.backward
         args, kwargs = _map_inputs(lambda: backward.close(visit), args, kwargs)
-        run = _Runner(self._original(module), module, args, kwargs)
-        with _autocast_cache_off():
+        run = Runner(self._original(module), module, args, kwargs)
+        with autocast_cache_off():
             output = checkpoint(
                 run,
-                *args,
+                *run.slide(engine.boundaries, unit.name),
                 use_reentrant=False,
                 context_fn=lambda: (engine.window_open(visit), _Repeated(lambda: engine.window_reopen(visit))),
-                **kwargs,
+                **run.kwargs,
             )
         for tensor in tensors_in(output):
             if tensor.requires_grad:
@@ -141,114 +139,6 @@ class _Repeated(contextlib.AbstractContextManager[None]):
 
     def __exit__(self, *exception: Any) -> bool | None:
         return self._entered.pop().__exit__(*exception)
-
-
-class _Runner:
-    """Runs the original forward; the recompute sees key-value caches as the forward found them.
-
-    A cache is appended to by the forward. The recompute gets a shallow copy of the cache from before, so that nothing
-    is appended twice and a prefix (prefix tuning) still takes part.
-    """
-
-    def __init__(
-        self,
-        forward: Callable[..., Any],
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        autocast_cache: bool = False,
-    ) -> None:
-        self._context = _hf_checkpointing_off if autocast_cache else _unit_context
-        self._forward = forward
-        self._module = module
-        self._before = {id(value): _snapshot(value) for value in (*args, *kwargs.values()) if _is_cache(value)}
-        self._versions = [(state, state._version) for cache in self._before.values() for state in _states(cache)]
-        self._effects = Effects(module)
-        self._is_first = True
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._is_first:
-            self._is_first = False
-            with self._context(self._module):
-                output = self._forward(*args, **kwargs)
-            if any(state._version != version for state, version in self._versions):
-                raise UnsupportedError(
-                    f"A {type(self._module).__name__} overwrote the recurrent state that it was given in a cache, which"
-                    " its recompute needs again.",
-                    remedy="train with use_cache=False, or without a cache that already holds tokens",
-                )
-            return output
-        if self._before:
-            args = tuple(self._restored(value) for value in args)
-            kwargs = {name: self._restored(value) for name, value in kwargs.items()}
-        with self._effects.replayed(), self._context(self._module):
-            return self._forward(*args, **kwargs)
-
-    def _restored(self, value: Any) -> Any:
-        return _snapshot(self._before[id(value)]) if id(value) in self._before else value
-
-
-def _is_cache(value: Any) -> bool:
-    return any(base.__name__ == "Cache" for base in type(value).__mro__)
-
-
-def _has_parts(item: Any) -> bool:
-    return hasattr(item, "__dict__") and not isinstance(item, torch.Tensor)
-
-
-def _states(cache: Any) -> Iterator[torch.Tensor]:
-    """Tensors of a cache that recurrent layers overwrite; keys and values are attributes, and are replaced."""
-    for value in vars(cache).values():
-        if isinstance(value, dict):
-            yield from (item for item in value.values() if isinstance(item, torch.Tensor) and not item.is_inference())
-        for item in value if isinstance(value, list) else (value,):
-            if _is_cache(item) or (isinstance(value, list) and _has_parts(item)):
-                yield from _states(item)
-
-
-def _snapshot(cache: Any) -> Any:
-    """A copy of a cache, or of a layer of one, that shares only tensors."""
-    copied = copy.copy(cache)
-    for name, value in vars(cache).items():
-        if isinstance(value, list):
-            setattr(copied, name, [_snapshot(item) if _has_parts(item) else item for item in value])
-        elif isinstance(value, dict):  # which layers are filled, states of recurrent layers
-            setattr(copied, name, dict(value))
-        elif _is_cache(value):
-            setattr(copied, name, _snapshot(value))
-    return copied
-
-
-@contextlib.contextmanager
-def _unit_context(module: nn.Module) -> Iterator[None]:
-    """Around the forward of a sliding unit. Autocast casts are not cached, since the cache is keyed by parameters whose
-    memory belongs to another unit a moment later (DESIGN 3.3)."""
-    with _hf_checkpointing_off(module), _autocast_cache_off():
-        yield
-
-
-@contextlib.contextmanager
-def _hf_checkpointing_off(module: nn.Module) -> Iterator[None]:
-    """The engine decides about recompute: Hugging Face's own switch is off inside."""
-    had = module.__dict__.get("gradient_checkpointing")
-    if had:
-        module.__dict__["gradient_checkpointing"] = False
-    try:
-        yield
-    finally:
-        if had:
-            module.__dict__["gradient_checkpointing"] = had
-
-
-@contextlib.contextmanager
-def _autocast_cache_off() -> Iterator[None]:
-    was = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(was)
 
 
 def _map_inputs(

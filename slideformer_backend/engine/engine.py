@@ -21,6 +21,7 @@ from .access import EdgeAccess, ParameterAccess
 from .arithmetic import Arithmetic
 from .backward import Backward, Visit
 from .binding import Binding
+from .boundaries import Boundaries
 from .build import build_units
 from .device_units import DeviceUnits
 from .driver import UnitForward
@@ -83,6 +84,7 @@ class Engine:
         device_units = DeviceUnits(norms, in_place=policy is Immediate)
         edges = [unit for unit in self.units if unit.is_resident]
         self.edges = Edges(self.backend, edges, self.policy, device_units)
+        self.boundaries = Boundaries(self.backend, self.memory, is_on=config.activations == "host")
         self.residency = Residency(config, self.backend, self.window, self.policy, self.memory)
         self.residency.start_edges(edges)
         fetch, expects = self._fetch_for_backward, self._expects_step
@@ -233,6 +235,7 @@ class Engine:
                 self._release_parameter(record, gradients.get(id(record)))
         self._bindings.clear()
         self.is_detached = True
+        self.boundaries.close()
         sys.setswitchinterval(self._switch_interval)
         self.backend.close()
         self.workers.close()
@@ -295,11 +298,13 @@ class Engine:
     def begin_forward(self) -> None:
         """A forward of the whole model with gradients begins: the time to move units, if they should move."""
         self.backward.finish_outside()
+        self.boundaries.begin_forward()
         if not self.residency.is_due():
             return
         if not all(self.residency.can_move(unit) for unit in self.sliding):
             return  # gradients are being accumulated: after the next step
-        chosen = set(self.residency.decide(self.sliding).resident)
+        placement = self.residency.decide(self.sliding, self.boundaries)
+        chosen, self.boundaries.is_on = set(placement.resident), placement.activations == "host"
         for unit in [unit for unit in self.sliding if unit.index in chosen]:
             self.move_to_device(unit)
 

@@ -10,6 +10,7 @@ from ..config import SlideFormerConfig
 from ..plan.placement import Placement, UnitCost, place
 from ..storage import HostMemory
 from ..transfer import Backend
+from .boundaries import Boundaries
 from .policy import UpdatePolicy
 from .states import master_of
 from .unit import KINDS, ParamRecord, Unit, Where
@@ -81,12 +82,18 @@ class Residency:
         """Whether units should be moved before the next forward."""
         return self.placement is None and self._steps >= OBSERVED_STEPS and self.budget > 0
 
-    def decide(self, sliding: list[Unit]) -> Placement:
+    def decide(self, sliding: list[Unit], boundaries: Boundaries) -> Placement:
         """Choose what moves, from what the first steps have shown."""
         budget = self.budget
         costs = [UnitCost(u.index, _resident_bytes(u), self._activations.get(u.index, 0)) for u in sliding]
         spare = budget - self._peak - MARGIN - budget // 50
-        self.placement = place(costs, spare, recompute=self._config.recompute)
+        self.placement = place(
+            costs,
+            spare,
+            recompute=self._config.recompute,
+            activations=self._config.activations,
+            boundaries=boundaries.freeable(len(costs)),
+        )
         logger.info("SlideFormer: %s", self.placement.reason)
         return self.placement
 
@@ -108,6 +115,7 @@ class Residency:
             parameter.__class__ = record.guarded_class
             record.spec = record.spec._replace(working=record.spec.dtype)
             record.device_states = {name: state.to(device) for name, state in states.items()}
+            _move_own_states(record, device)
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # the host memory is unregistered next
         unit.where = Where.RESIDENT
@@ -116,6 +124,17 @@ class Residency:
         unit.states.clear()
         unit.weights = self._memory.allocate(f"weights of {unit.name}", 0, dma=False)
         self._policy.release_pool(unit)
+
+
+def _move_own_states(record: ParamRecord, device: torch.device) -> None:
+    """States that an optimizer without a fused rule keeps for itself; step counts stay where they are, as in torch."""
+    binding = record.binding
+    if binding is None or binding.rule is not None:
+        return
+    state = binding.optimizer.state.get(record.parameter, {})
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and name != "step":
+            state[name] = value.to(device)
 
 
 def _states_of(record: ParamRecord, unit: Unit) -> dict[str, torch.Tensor]:

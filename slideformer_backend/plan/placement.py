@@ -19,27 +19,42 @@ class UnitCost(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """The decision: units to move to the device, units of those that skip recompute, and why, in one paragraph."""
+    """The decision: units to move to the device, units of those that skip recompute, where the inputs of units wait for
+    the backward, and why, in one paragraph."""
 
     resident: tuple[int, ...]
     kept_activations: tuple[int, ...]
+    activations: Literal["gpu", "host"]
     reason: str
 
 
-def place(units: Sequence[UnitCost], spare_bytes: int, *, recompute: Literal["auto", "always"] = "auto") -> Placement:
+def place(
+    units: Sequence[UnitCost],
+    spare_bytes: int,
+    *,
+    recompute: Literal["auto", "always"] = "auto",
+    activations: Literal["auto", "gpu", "host"] = "auto",
+    boundaries: int = 0,
+) -> Placement:
     """Fill ``spare_bytes`` of device memory.
+
+    Inputs of units leave for host memory, which frees ``boundaries`` bytes, when that takes in more units: a unit on
+    the device saves its transfers and its update on the host in every step, a boundary costs one transfer each way
+    beside compute that takes several times as long.
 
     First units from the front: theirs are the updates exposed at the tail of a step, and each one moved takes its
     transfers and its share of the host's update away. Only when all are on the device is recompute skipped, from the
     last unit backwards, whose activations live shortest.
     """
-    left = max(0, spare_bytes)
-    resident: list[int] = []
-    for cost in units:
-        if cost.resident > left:
-            break
-        left -= cost.resident
-        resident.append(cost.unit)
+    if activations != "auto":
+        where: Literal["gpu", "host"] = activations
+    else:
+        where = "host" if _fitting(units, spare_bytes + boundaries) > _fitting(units, spare_bytes) else "gpu"
+    if where == "host":
+        spare_bytes += boundaries
+    count = _fitting(units, spare_bytes)
+    resident = [cost.unit for cost in units[:count]]
+    left = max(0, spare_bytes) - sum(cost.resident for cost in units[:count])
     kept: list[int] = []
     if len(resident) == len(units) and recompute != "always":
         for cost in reversed(units):
@@ -52,9 +67,22 @@ def place(units: Sequence[UnitCost], spare_bytes: int, *, recompute: Literal["au
         f" {len(resident)} of {len(units)} units now live on the device with their states and updates"
         f" ({_gib(sum(cost.resident for cost in units[: len(resident)]))} GiB)"
     )
+    if where == "host":
+        reason += ", inputs of units wait for the backward in host memory"
     if kept:
         reason += f", {len(kept)} of them keep their activations and skip recompute"
-    return Placement(tuple(resident), tuple(kept), f"{reason}; {_gib(left)} GiB stay free.")
+    return Placement(tuple(resident), tuple(kept), where, f"{reason}; {_gib(left)} GiB stay free.")
+
+
+def _fitting(units: Sequence[UnitCost], spare_bytes: int) -> int:
+    """How many units from the front fit."""
+    count, left = 0, max(0, spare_bytes)
+    for cost in units:
+        if cost.resident > left:
+            break
+        left -= cost.resident
+        count += 1
+    return count
 
 
 def _gib(nbytes: int) -> str:

@@ -26,6 +26,8 @@ class Backend(Protocol):
     Lanes, with the overlap each buys:
         h2d: working weights and pending gradients host -> device, beside compute.
         d2h: gradients device -> host, beside h2d (PCIe is full duplex) and compute.
+        out: boundary activations device -> host, beside the forward; they do not wait behind gradients.
+        back: boundary activations host -> device, ahead of the backward; they do not wait behind weights.
         norms: sums of squares of arrived gradients, so that a clip does not wait behind queued updates.
         update: optimizer arithmetic on the host, beside the backward of earlier units.
     """
@@ -33,6 +35,8 @@ class Backend(Protocol):
     device: torch.device
     h2d: Lane
     d2h: Lane
+    out: Lane
+    back: Lane
     norms: Lane
     update: Lane
     monitor: Monitor | None
@@ -74,15 +78,21 @@ class Backend(Protocol):
 
 
 class _BackendBase:
-    def __init__(self, device: torch.device, monitor: Monitor | None, h2d: Lane, d2h: Lane) -> None:
+    def __init__(self, device: torch.device, monitor: Monitor | None = None) -> None:
         self.device = device
         self.monitor = monitor
-        self.h2d = h2d
-        self.d2h = d2h
+        self.h2d = self._transfers("h2d")
+        self.d2h = self._transfers("d2h")
+        self.out = self._transfers("out")
+        self.back = self._transfers("back")
         self.norms = Lane("norms", monitor=monitor)
         self.update = Lane("update", monitor=monitor)
         self.waited: Counter[str] = Counter()
         self.recorder: Recorder | None = None
+
+    def _transfers(self, name: str) -> Lane:
+        """A lane for copies between host and device."""
+        return Lane(name, monitor=self.monitor)
 
     def record(self, recorder: Recorder | None) -> None:
         self.recorder = recorder
@@ -132,7 +142,7 @@ class _BackendBase:
             self.recorder.close()
 
     def _lanes(self) -> tuple[Lane, ...]:
-        return self.h2d, self.d2h, self.norms, self.update
+        return self.h2d, self.d2h, self.out, self.back, self.norms, self.update
 
     def _observed(self, actor: str, wait_name: str, ticket: Ticket) -> bool:
         return self.monitor is None or self.monitor.wait(actor, wait_name, ticket)
@@ -141,10 +151,8 @@ class _BackendBase:
 class CudaBackend(_BackendBase):
     """One CUDA device. Compute runs on the stream that is current when it is issued (HAZARDS 5)."""
 
-    def __init__(self, device: torch.device, monitor: Monitor | None = None) -> None:
-        h2d = Lane("h2d", stream=torch.cuda.Stream(device), monitor=monitor)
-        d2h = Lane("d2h", stream=torch.cuda.Stream(device), monitor=monitor)
-        super().__init__(device, monitor, h2d, d2h)
+    def _transfers(self, name: str) -> Lane:
+        return Lane(name, stream=torch.cuda.Stream(self.device), monitor=self.monitor)
 
     def mark(self, name: str) -> Ticket:
         ticket = Ticket(name)
@@ -171,9 +179,6 @@ class CudaBackend(_BackendBase):
 
 class CpuBackend(_BackendBase):
     """Host memory as the device: compute is the calling thread, so ordering it means blocking it."""
-
-    def __init__(self, device: torch.device, monitor: Monitor | None = None) -> None:
-        super().__init__(device, monitor, Lane("h2d", monitor=monitor), Lane("d2h", monitor=monitor))
 
     def mark(self, name: str) -> Ticket:
         ticket = Ticket(name)

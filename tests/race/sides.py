@@ -96,6 +96,8 @@ class EngineSide(Side):
             monitor=monitor,
         )
         self.engine.backward.measures_slots = seed % 2 == 1  # as on a CUDA device
+        boundaries = self.engine.boundaries
+        boundaries.is_on, boundaries.least, boundaries.kept = seed % 3 == 0, 0, 1  # two of three leave
         for optimizer in self.optimizers:
             self.engine.bind(optimizer)
 

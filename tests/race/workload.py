@@ -28,6 +28,7 @@ DIRECTED: tuple[tuple[str | tuple[str, int], ...], ...] = (
     ("backward_last", "write_edges", "step_all", "train"),
     ("train", "move", "train", "clip_all", "train", "clipped", "backward", "clip_all", "clip_all", "step_all"),
     ("train", "move", "move", "backward", "clip_all", "scale_gradient", "clip_all", "step_all"),
+    ("explode_backward", "zero_none", "train", "explode_backward", "discard", "train"),
     ("train", "hyperparameters", "train", "backward", "zero_false", "backward", "step_all"),
 )
 

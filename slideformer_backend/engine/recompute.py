@@ -1,0 +1,158 @@
+"""What a unit runs twice: its original forward, first with the caller's arguments, then again for the backward."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import UnsupportedError
+from .backward import PostBackward
+from .boundaries import Boundaries, Boundary
+from .effects import Effects
+
+
+@contextlib.contextmanager
+def unit_context(module: nn.Module) -> Iterator[None]:
+    """Around the forward of a sliding unit. Autocast casts are not cached, since the cache is keyed by parameters whose
+    memory belongs to another unit a moment later (DESIGN 3.3)."""
+    with hf_checkpointing_off(module), autocast_cache_off():
+        yield
+
+
+@contextlib.contextmanager
+def hf_checkpointing_off(module: nn.Module) -> Iterator[None]:
+    """The engine decides about recompute: Hugging Face's own switch is off inside."""
+    had = module.__dict__.get("gradient_checkpointing")
+    if had:
+        module.__dict__["gradient_checkpointing"] = False
+    try:
+        yield
+    finally:
+        if had:
+            module.__dict__["gradient_checkpointing"] = had
+
+
+@contextlib.contextmanager
+def autocast_cache_off() -> Iterator[None]:
+    was = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(was)
+
+
+class Runner:
+    """Runs the original forward; the recompute sees its arguments as the forward found them.
+
+    A cache is appended to by the forward. The recompute gets a shallow copy of the cache from before, so that nothing
+    is appended twice and a prefix (prefix tuning) still takes part.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        autocast_cache: bool = False,
+    ) -> None:
+        self._context = hf_checkpointing_off if autocast_cache else unit_context
+        self._forward = forward
+        self._module = module
+        self._before = {id(value): _snapshot(value) for value in (*args, *kwargs.values()) if _is_cache(value)}
+        self._versions = [(state, state._version) for cache in self._before.values() for state in _states(cache)]
+        self._effects = Effects(module)
+        self._args = args
+        self.kwargs = kwargs
+        self._boundaries: Boundaries | None = None
+        self._is_first = True
+
+    def slide(self, boundaries: Boundaries, name: str) -> tuple[Any, ...]:
+        """Positional arguments for the checkpoint of unit ``name``: where its boundary may leave the device, that
+        tensor is not among them, so that the checkpoint does not keep it there. ``kwargs`` go with them."""
+        found = boundaries.find(self._args)
+        if found is None:
+            return self._args
+        tensor = self._args[found]
+        if not boundaries.is_on:
+            boundaries.note(tensor)
+            return self._args
+        self._boundaries = boundaries
+        kept = (*self._args[:found], boundaries.put(name, tensor), *self._args[found + 1 :])
+        return (tensor.new_empty(0), *kept)  # a checkpoint saves the random state of devices it sees among arguments
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_first:
+            self._is_first = False
+            args, self._args, self.kwargs = self._args, (), {}
+            with self._context(self._module):
+                output = self._forward(*args, **kwargs)
+            if any(state._version != version for state, version in self._versions):
+                raise UnsupportedError(
+                    f"A {type(self._module).__name__} overwrote the recurrent state that it was given in a cache, which"
+                    " its recompute needs again.",
+                    remedy="train with use_cache=False, or without a cache that already holds tokens",
+                )
+            return output
+        if self._boundaries is not None:
+            args = tuple(self._loaded(self._boundaries, value) for value in args[1:])
+        if self._before:
+            args = tuple(self._restored(value) for value in args)
+            kwargs = {name: self._restored(value) for name, value in kwargs.items()}
+        with self._effects.replayed(), self._context(self._module):
+            return self._forward(*args, **kwargs)
+
+    @staticmethod
+    def _loaded(boundaries: Boundaries, value: Any) -> Any:
+        if not isinstance(value, Boundary):
+            return value
+        tensor = boundaries.get(value)
+        if not value.requires_grad:
+            return tensor
+        passed = PostBackward.apply(_nothing, tensor.requires_grad_())  # type: ignore[no-untyped-call]  # no leaf
+        return passed[0]
+
+    def _restored(self, value: Any) -> Any:
+        return _snapshot(self._before[id(value)]) if id(value) in self._before else value
+
+
+def _is_cache(value: Any) -> bool:
+    return any(base.__name__ == "Cache" for base in type(value).__mro__)
+
+
+def _has_parts(item: Any) -> bool:
+    return hasattr(item, "__dict__") and not isinstance(item, torch.Tensor)
+
+
+def _states(cache: Any) -> Iterator[torch.Tensor]:
+    """Tensors of a cache that recurrent layers overwrite; keys and values are attributes, and are replaced."""
+    for value in vars(cache).values():
+        if isinstance(value, dict):
+            yield from (item for item in value.values() if isinstance(item, torch.Tensor) and not item.is_inference())
+        for item in value if isinstance(value, list) else (value,):
+            if _is_cache(item) or (isinstance(value, list) and _has_parts(item)):
+                yield from _states(item)
+
+
+def _snapshot(cache: Any) -> Any:
+    """A copy of a cache, or of a layer of one, that shares only tensors."""
+    copied = copy.copy(cache)
+    for name, value in vars(cache).items():
+        if isinstance(value, list):
+            setattr(copied, name, [_snapshot(item) if _has_parts(item) else item for item in value])
+        elif isinstance(value, dict):  # which layers are filled, states of recurrent layers
+            setattr(copied, name, dict(value))
+        elif _is_cache(value):
+            setattr(copied, name, _snapshot(value))
+    return copied
+
+
+def _nothing() -> None:
+    """The recompute's own inputs close nothing."""

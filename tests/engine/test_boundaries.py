@@ -1,0 +1,202 @@
+"""Inputs of units that wait for the backward in host memory: the same bits, less memory on the device."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from slideformer_backend.api import attach
+from slideformer_backend.config import SlideFormerConfig
+from slideformer_backend.plan.placement import UnitCost, place
+
+WIDTH, ROWS, LAYERS = 64, 300, 6  # 77 KB: large enough to leave
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+        self.down = nn.Linear(WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x, scale=None):
+        y = self.dropout(self.down(torch.nn.functional.gelu(self.up(x))))
+        return x + (y if scale is None else y * scale)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x, scale=None):
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x, scale)
+        return self.head(x)
+
+
+def managed(device, activations="host", **config):
+    torch.manual_seed(0)
+    model = Net()
+    model.train()
+    config = SlideFormerConfig(activations=activations, gpu_memory="1KiB", **config)
+    engine = attach(model, config, device=device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine.bind(optimizer)
+    return model, engine, optimizer
+
+
+def batches(device, rows=(ROWS, ROWS, 40, 2 * ROWS, ROWS, 1)):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(count, WIDTH, generator=generator).to(device) for count in rows]
+
+
+def train(device, activations, *, frozen=False, accumulate=1, update="exact"):
+    model, engine, optimizer = managed(device, activations, update=update)
+    if frozen:
+        engine.detach()
+        model.embed.requires_grad_(False)
+        engine = attach(model, SlideFormerConfig(activations=activations, gpu_memory="1KiB"), device=device)
+        engine.bind(optimizer)
+    torch.manual_seed(7)
+    seen = []
+    for batch in batches(device):
+        for number in range(accumulate):
+            engine.last_microbatch = lambda number=number: number == accumulate - 1
+            loss = model(batch, scale=torch.tensor(0.5, device=device)).square().mean()
+            loss.backward()
+            seen.append(loss.detach().cpu())
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.settle()
+    seen += [parameter.detach().cpu().clone() for parameter in model.parameters()]
+    blocks = engine.boundaries._pool._created
+    engine.detach()
+    return seen, blocks
+
+
+@pytest.mark.parametrize("options", [{}, {"frozen": True}, {"accumulate": 2}, {"update": "immediate"}])
+def test_training_is_bit_equal(device, options):
+    expected, none = train(device, "gpu", **options)
+    found, blocks = train(device, "host", **options)
+    assert none == 0
+    assert blocks > 0
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+def test_all_but_the_newest_leave_and_their_memory_is_reused(device):
+    model, engine, optimizer = managed(device)
+    before = engine.memory.allocated
+    for batch in batches(device, (ROWS, ROWS, 200, ROWS)):
+        model(batch).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    size = ROWS * WIDTH * 4
+    assert engine.boundaries._pool._created == LAYERS - 2
+    states = engine.memory.allocated - before
+    assert states >= (LAYERS - 2) * size
+    model(batches(device, (2 * ROWS,))[0]).sum().backward()  # a longer batch: blocks grow one by one
+    engine.settle()
+    assert sorted(block.slab.nbytes for block in engine.boundaries._pool._free) == [2 * size] * (LAYERS - 2)
+    engine.detach()
+
+
+def test_a_graph_that_is_kept_or_dropped(device):
+    model, engine, optimizer = managed(device)
+    batch = batches(device)[0]
+    torch.manual_seed(3)
+    loss = model(batch).sum()
+    dropped = model(batch).sum()
+    del dropped
+    gc.collect()
+    loss.backward(retain_graph=True)
+    first = [parameter.grad.clone() for parameter in model.parameters()]
+    loss.backward()
+    assert all(torch.equal(p.grad, 2 * g) for p, g in zip(model.parameters(), first, strict=True))
+    optimizer.step()
+    engine.detach()
+
+
+def test_a_boundary_that_was_modified_in_place_is_refused_as_torch_does(device):
+    model, engine, _ = managed(device)
+    inputs = []
+    model.layers[1].register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
+    hook = model.layers[2].register_forward_pre_hook(lambda module, args: [None, inputs[0].detach().mul_(2)][0])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        model(batches(device)[0]).sum().backward()
+    hook.remove()
+    model.zero_grad()
+    model(batches(device)[0]).sum().backward()
+    engine.detach()
+
+
+def test_a_scripts_own_hooks_for_saved_tensors_apply(device):
+    model, engine, _ = managed(device)
+    packed = []
+    pack = lambda tensor: packed.append(tensor.shape) or tensor  # noqa: E731
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(batches(device)[0]).sum().backward()
+    assert engine.boundaries._pool._created == 0
+    engine.detach()
+
+
+def test_resident_units_send_their_inputs_out_too(device):
+    expected, _ = train(device, "gpu")
+    model, engine, optimizer = managed(device)
+    plain = copy.deepcopy(model)
+    assert plain is not None
+    torch.manual_seed(7)
+    seen = []
+    for number, batch in enumerate(batches(device)):
+        if number == 2:
+            engine.settle()
+            engine.move_to_device(engine.sliding[0])
+        loss = model(batch, scale=torch.tensor(0.5, device=device)).square().mean()
+        loss.backward()
+        seen.append(loss.detach().cpu())
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.settle()
+    assert len(engine.boundaries._pool._free) == LAYERS - 2
+    seen += [parameter.detach().cpu().clone() for parameter in model.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(expected, seen, strict=True))
+    engine.detach()
+
+
+def test_the_plan_sends_inputs_out_where_that_takes_in_more_units():
+    units = [UnitCost(number, 10, 0) for number in range(4)]
+    assert place(units, 15, boundaries=3)[0::2] == ((0,), "gpu")
+    assert place(units, 15, boundaries=5)[0::2] == ((0, 1), "host")
+    assert place(units, 40, boundaries=50).activations == "gpu"
+    assert place(units, 15, boundaries=5, activations="gpu").resident == (0,)
+    assert place(units, 40, boundaries=5, activations="host").activations == "host"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_device_memory_holds_two_boundaries():
+    device = torch.device("cuda")
+
+    def peak(activations):
+        model, engine, optimizer = managed(device, activations)
+        rows = 100_000
+        for batch in batches(device, (rows, rows)):
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            loss = model(batch).sum()
+            torch.cuda.synchronize()
+            held = torch.cuda.memory_allocated() - before
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        engine.detach()
+        return held / (rows * WIDTH * 4)
+
+    assert peak("gpu") - peak("host") > LAYERS - 3
