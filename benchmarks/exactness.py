@@ -175,7 +175,7 @@ def compare(args: argparse.Namespace) -> int:
 
 def edge_order(model: torch.nn.Module, names: list[str]) -> list[str]:
     """Edge parameters in unit order: large ones first, each a unit, then the small ones together."""
-    from slideformer_backend.engine.build import OWN_EDGE_UNIT
+    from slideformer_backend.plan.partition import OWN_EDGE_UNIT
 
     sizes = dict(model.named_parameters())
     edges = [name for name in names if ".layers." not in name]

@@ -21,7 +21,7 @@ from .access import EdgeAccess, ParameterAccess
 from .arithmetic import Arithmetic
 from .backward import Backward, Visit
 from .binding import Binding
-from .build import build_units
+from .build import build_units, checked_parts
 from .device_units import DeviceUnits
 from .driver import UnitForward
 from .edges import Edges
@@ -59,6 +59,7 @@ class Engine:
         autocast_dtype: torch.dtype | None = None,
         monitor: Monitor | None = None,
     ) -> None:
+        parts = checked_parts(model, autocast_dtype)
         self.model = model
         self.config = config
         self._switch_interval = sys.getswitchinterval()
@@ -70,7 +71,7 @@ class Engine:
             self.backend.record(Recorder(self.device, config.trace))
         pin = self.device.type == "cuda" if config.pin_memory == "auto" else config.pin_memory
         self.memory = HostMemory(pin=pin and self.device.type == "cuda")
-        self.units = build_units(model, self.device, autocast_dtype, self.memory)
+        self.units = build_units(parts, self.device, model, self.memory)
         self.sliding = [unit for unit in self.units if not unit.is_resident]
         threads = default_threads() if config.cpu_threads == "auto" else config.cpu_threads
         self.workers = WorkerPool(threads)

@@ -8,14 +8,15 @@ from torch import nn
 
 from slideformer_backend.api import attach
 from slideformer_backend.config import SlideFormerConfig
-from slideformer_backend.plan import ledger_of
+from slideformer_backend.plan import Terms, ledger_of, partition
 
 from .test_residency import Net
 
 
-@pytest.mark.parametrize(("update", "states"), [("exact", 12), ("immediate", 10)])
-def test_slabs_are_those_of_the_ledger(update, states, device):
+@pytest.mark.parametrize("update", ["exact", "immediate"])
+def test_slabs_are_those_of_the_ledger(update, device):
     model = Net(width=128, layers=6, vocabulary=300).to(torch.bfloat16)
+    parts = partition(model)
     engine = attach(model, SlideFormerConfig(update=update, gpu_memory="1KiB"), device=device)
     optimizer = torch.optim.AdamW(model.parameters())
     engine.bind(optimizer)
@@ -24,14 +25,14 @@ def test_slabs_are_those_of_the_ledger(update, states, device):
         nn.functional.cross_entropy(model(tokens).float().view(-1, 300), tokens.view(-1)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    ledger = ledger_of(
-        [unit.layout for unit in engine.sliding],
-        [unit.layout for unit in engine.units if unit.is_resident],
+    terms = Terms(
         update=update,
-        state_bytes=states,
         prefetch=engine.window.depth,
-        spare_buffers=engine.policy.spare_buffers,
+        spares=engine.policy.spare_buffers,
+        edges_update_on_device=any(unit.is_resident and unit.updates_on_device for unit in engine.units),
     )
+    ledger = ledger_of(parts, terms)
+    assert ledger.device_slots == engine.window.device_bytes
     engine.settle()
     held = engine.memory.allocated
     gradients = ledger.host_gradients
