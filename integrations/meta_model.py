@@ -158,7 +158,7 @@ def _register_attention() -> None:
 
 
 class _FusedNorm(torch.autograd.Function):
-    """Keeps what fused RMS norm kernels keep: the input and one fp32 number per row. The gradient takes no new memory."""
+    """Keeps what fused RMS norm kernels keep: the input and one fp32 number per row. Its gradient takes no memory."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -29,6 +29,7 @@ from .guard import guard, unguard
 from .hooks import Accumulated, BeforeAccumulation, BeforeForward, Removable
 from .immediate import Immediate
 from .norms import Norms
+from .preflight import Preflight
 from .redo_log import RedoLog
 from .report import EngineReport, allocated_bytes, make_report
 from .residency import Residency
@@ -58,8 +59,11 @@ class Engine:
         device: torch.device,
         autocast_dtype: torch.dtype | None = None,
         monitor: Monitor | None = None,
+        optimizers: Sequence[Optimizer] = (),
     ) -> None:
         parts = checked_parts(model, autocast_dtype)
+        self._preflight = Preflight(model, parts, config, device, optimizers)
+        terms = self._preflight.check()
         self.model = model
         self.config = config
         self._switch_interval = sys.getswitchinterval()
@@ -75,14 +79,14 @@ class Engine:
         self.sliding = [unit for unit in self.units if not unit.is_resident]
         threads = default_threads() if config.cpu_threads == "auto" else config.cpu_threads
         self.workers = WorkerPool(threads)
-        depth = 2 if config.prefetch == "auto" else config.prefetch
-        self.window = Window(self.backend, self.units, depth)
+        self.window = Window(self.backend, self.units, terms.prefetch)
         policy = Immediate if config.update == "immediate" else RedoLog
         arithmetic = Arithmetic(self.workers)
         norms = Norms(self.backend, self.memory, arithmetic)
         self.policy = policy(self.backend, self.window, self.memory, arithmetic, norms)
-        device_units = DeviceUnits(norms, in_place=policy is Immediate)
+        self.policy.spare_buffers = terms.spares
         edges = [unit for unit in self.units if unit.is_resident]
+        device_units = DeviceUnits(norms, in_place=policy is Immediate)
         self.edges = Edges(self.backend, edges, self.policy, device_units)
         self.residency = Residency(config, self.backend, self.window, self.policy, self.memory)
         self.residency.start_edges(edges)
@@ -110,10 +114,12 @@ class Engine:
 
         Raises:
             UnsupportedError: its step cannot run on master weights (it needs a closure).
+            PlanError: its states cannot fit the host's memory; nothing was allocated.
         """
         self._bindings = [binding for binding in self._bindings if binding.is_alive]
         if self.binding_of(optimizer) is not None:
             return
+        self._preflight.before_bind(optimizer)
         binding = Binding(self, optimizer)
         self._bindings.append(binding)
         self._prepare(binding, binding.assign(takes_over=True))
@@ -289,9 +295,7 @@ class Engine:
 
     def is_wide(self, unit: Unit) -> bool:
         """Whether the forward runs outside autocast although working weights are narrower than the user's."""
-        if torch.is_autocast_enabled(self.device.type):
-            return False
-        return any(record.shows_master for record in unit.records)
+        return not torch.is_autocast_enabled(self.device.type) and any(record.shows_master for record in unit.records)
 
     def begin_forward(self) -> None:
         """A forward of the whole model with gradients begins: the time to move units, if they should move."""

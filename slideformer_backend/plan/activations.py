@@ -114,6 +114,7 @@ def observe_units(
     handles = []
     for part in parts:
         if part.module is not None:
+
             def hook(module: nn.Module, args: Any, kwargs: Any, part: Part = part) -> None:
                 before(module, args, kwargs, part)
 

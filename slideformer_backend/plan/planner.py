@@ -22,6 +22,10 @@ from .step_time import StepTime, Work, step_time
 CHUNK_BYTES = 1 << 30
 SMALL_CHUNK_BYTES = 1 << 28
 """Logits that the fused head holds at a time: at most the former, and half of them from the latter on."""
+MOMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.04}
+"""Of one element, by ``state_dtype``; int8 has a scale per block."""
+UNKNOWN_BATCH_SHARE = 4
+"""One in so many parts of device memory is left to activations where the batch is not known."""
 TIGHT = 0.05
 """Share by which the ledger may err: a plan whose peak is nearer than this to its budget is called tight."""
 
@@ -62,7 +66,7 @@ class Choices:
             gpu_memory=None if config.gpu_memory == "auto" else config.gpu_memory,
             host_memory=None if config.host_memory == "auto" else config.host_memory,
             moments=moments,
-            moment_bytes={"fp32": 4.0, "bf16": 2.0, "int8": 1.04}[config.state_dtype],
+            moment_bytes=MOMENT_BYTES[config.state_dtype],
         )
 
 
@@ -123,7 +127,7 @@ class Plan:
         request: what it was made from.
         terms: what was decided.
         ledger: what weights, states and gradients take.
-        activations: what activations, head, loss and gradients of resident units take of the device at the worst moment.
+        activations: of the device at the worst moment: activations, head and loss, gradients of resident units.
         host_activations: boundaries of units in host memory.
         kept: units that skip recompute.
         spill: states on NVMe, if any.
@@ -212,7 +216,7 @@ def activation_bytes(
     if request.choices.activations in ("host", "nvme"):
         on_host = sum(waiting) if request.choices.activations == "host" else 4 * largest
         waiting = [0] * len(waiting)
-    waiting = [size + (unit.saved if n in kept else 0) for n, (size, unit) in enumerate(zip(waiting, activity))]
+    waiting = [size + (activity[number].saved if number in kept else 0) for number, size in enumerate(waiting)]
     gradients = [
         part.layout.gradient_bytes if number in resident else 0 for number, part in enumerate(request.parts.sliding)
     ]
@@ -264,7 +268,8 @@ def _with_device_choices(request: Request) -> Terms:
     )
     if not request.machine.has_gpu:
         return terms
-    activations = activation_bytes(request)[0]
+    # A batch that is not known yet gets its share; what it leaves free takes in units later.
+    activations = activation_bytes(request)[0] if request.load is not None else budget // UNKNOWN_BATCH_SHARE
     depths = (2, 1, 0) if choices.prefetch is None else (choices.prefetch,)
     for on_device in sorted({is_on_device, False}, reverse=True):
         for depth in depths:

@@ -81,8 +81,11 @@ def step_time(
 
 
 def update_bytes(part: Part, terms: Terms) -> int:
-    """Bytes that the fused update of one unit reads and writes: 30 per parameter for bf16 weights under ``exact``, where
-    one pass commits the last step and predicts the next; 26 under ``immediate``."""
+    """Bytes that the fused update of one unit reads and writes.
+
+    A bf16 model has 30 per parameter under ``exact``, where one pass commits the last step and predicts the next, and
+    26 under ``immediate``.
+    """
     total = 0.0
     for spec in part.specs:
         if spec.is_trainable:

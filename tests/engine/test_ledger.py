@@ -9,6 +9,7 @@ from torch import nn
 from slideformer_backend.api import attach
 from slideformer_backend.config import SlideFormerConfig
 from slideformer_backend.plan import Terms, ledger_of, partition
+from tests.budgets import tight
 
 from .test_residency import Net
 
@@ -17,7 +18,7 @@ from .test_residency import Net
 def test_slabs_are_those_of_the_ledger(update, device):
     model = Net(width=128, layers=6, vocabulary=300).to(torch.bfloat16)
     parts = partition(model)
-    engine = attach(model, SlideFormerConfig(update=update, gpu_memory="1KiB"), device=device)
+    engine = attach(model, SlideFormerConfig(update=update, prefetch=2, gpu_memory=tight(model)), device=device)
     optimizer = torch.optim.AdamW(model.parameters())
     engine.bind(optimizer)
     for _ in range(4):
