@@ -88,6 +88,7 @@ def load_meta(source: str, dtype: torch.dtype | None = None) -> MetaModel:
         config: Any = AutoConfig.for_model(kind, **rest)
         text = config.get_text_config()
         text.use_cache = False
+        text.pad_token_id = None  # with one, some models look for padding among token numbers
         causal = any("ForCausalLM" in str(name) for name in values.get("architectures") or ("ForCausalLM",))
         make: Any = (AutoModelForCausalLM if causal else AutoModel).from_config
         with torch.device("meta"):
@@ -191,9 +192,9 @@ def fuse_layers(model: nn.Module) -> int:
     for module in model.modules():
         names = set(module._modules)
         if type(module).__name__.endswith("RMSNorm") and isinstance(getattr(module, "weight", None), nn.Parameter):
-            module.forward = _norm_forward(module)  # type: ignore[method-assign]  # a stand-in on the meta device
+            module.forward = _norm_forward(module)
         elif {"gate_proj", "up_proj", "down_proj"} <= names:
-            module.forward = _gate_forward(module)  # type: ignore[method-assign]  # as above
+            module.forward = _gate_forward(module)
         else:
             continue
         count += 1

@@ -8,9 +8,12 @@ import json
 import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 from .findings import Check, Finding, run_check
+
+if TYPE_CHECKING:
+    from ..plan.machine import Machine
 
 MARKS = {"ok": ("ok", "green"), "note": ("note", "cyan"), "warning": ("warn", "yellow"), "error": ("ERROR", "bold red")}
 
@@ -59,7 +62,7 @@ def examine(nvme_path: str | None, *, measure: bool, quick: bool) -> list[Findin
     return found if failure is None else [*found, failure]
 
 
-def _machine(*, measure: bool, quick: bool) -> tuple[Any, Finding | None]:
+def _machine(*, measure: bool, quick: bool) -> tuple[Machine, Finding | None]:
     from ..plan.machine import probe_machine
     from ..plan.rates_cache import with_cached_rates
     from .calibrate import calibrated

@@ -8,11 +8,20 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..config import SIZE, SlideFormerConfig, keys
 from ..errors import ConfigError, SlideFormerError
 from ..run import read_file
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..integrations.meta_model import MetaModel
+    from ..plan.activations import UnitActivity
+    from ..plan.machine import Machine
+    from ..plan.partition import Partition
+    from ..plan.planner import Load, Plan, Request
 
 OPTIMIZERS = {"adamw": 2, "adam": 2, "lion": 1, "sgd": 1, "sgd-plain": 0}
 """Moments per parameter."""
@@ -132,7 +141,7 @@ def wishes_of(options: argparse.Namespace) -> Wishes:
     )
 
 
-def request_of(options: argparse.Namespace, wishes: Wishes) -> Any:
+def request_of(options: argparse.Namespace, wishes: Wishes) -> Request:
     """What to plan: model, batch, machine, choices."""
     import torch
 
@@ -169,7 +178,9 @@ BASE_BYTES = 2 << 30
 """What Python, torch, CUDA's libraries and the script's own data take of host memory."""
 
 
-def _activity(options: argparse.Namespace, meta: Any, parts: Any, load: Any, autocast: Any) -> tuple[Any, ...]:
+def _activity(
+    options: argparse.Namespace, meta: MetaModel, parts: Partition, load: Load, autocast: torch.dtype | None
+) -> tuple[UnitActivity, ...]:
     """Of each unit at the batch: its own code on the meta device, or an estimate where that cannot run."""
     import torch
 
@@ -194,7 +205,7 @@ def _activity(options: argparse.Namespace, meta: Any, parts: Any, load: Any, aut
     return tuple(found)
 
 
-def _machine(options: argparse.Namespace) -> Any:
+def _machine(options: argparse.Namespace) -> Machine:
     from ..plan.machine import ASSUMED, describe_machine, probe_machine
     from .calibrate import calibrated, measure_drive
 
@@ -220,7 +231,7 @@ def _machine(options: argparse.Namespace) -> Any:
     return machine.with_rates(ASSUMED, "assumed") if machine.has_gpu else machine
 
 
-def configuration(plan: Any, wishes: Wishes) -> str:
+def configuration(plan: Plan, wishes: Wishes) -> str:
     """A configuration file for ``accelerate launch`` that asks for this plan.
 
     Raises:
@@ -254,7 +265,7 @@ def configuration(plan: Any, wishes: Wishes) -> str:
         "num_processes": 1,
         "slideformer_config": {"update": wishes.config.update, **section},
     }
-    return yaml.safe_dump(content, sort_keys=False)
+    return str(yaml.safe_dump(content, sort_keys=False))
 
 
 class _ListShapes(argparse.Action):

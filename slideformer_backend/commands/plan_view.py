@@ -26,8 +26,8 @@ RESOURCES = {
 
 
 def contents(plan: Plan) -> dict[str, dict[str, int]]:
-    """Bytes of each tier by what they hold."""
-    ledger, parts = plan.ledger, plan.request.parts
+    """Bytes of each tier by what they hold at its peak: the host's comes before units move to the GPU."""
+    ledger, first, parts = plan.ledger, plan.first, plan.request.parts
     tiers: dict[str, dict[str, int]] = {}
     if plan.request.machine.has_gpu:
         tiers["GPU"] = {
@@ -38,13 +38,13 @@ def contents(plan: Plan) -> dict[str, dict[str, int]]:
             "activations": plan.activations,
         }
     tiers["host"] = {
-        "weights": ledger.host_weights,
-        "states": ledger.host_states + ledger.host_staging,
-        "gradients": ledger.host_gradients,
+        "weights": first.host_weights,
+        "states": first.host_states + first.host_staging,
+        "gradients": first.host_gradients,
         "activations": plan.host_activations,
     }
-    if ledger.nvme_states:
-        tiers["NVMe"] = {"states": ledger.nvme_states}
+    if first.nvme_states:
+        tiers["NVMe"] = {"states": first.nvme_states}
     return tiers
 
 

@@ -109,8 +109,7 @@ def _edge_groups(model: nn.Module, sliding: set[int]) -> list[tuple[str, list[nn
 
 def _frozen_bytes(model: nn.Module, sliding: set[int]) -> int:
     frozen = [p for p in model.parameters() if id(p) not in sliding and not p.requires_grad]
-    buffers = [buffer for buffer in model.buffers() if buffer is not None]
-    return sum(tensor.numel() * tensor.element_size() for tensor in (*frozen, *buffers))
+    return sum(tensor.numel() * tensor.element_size() for tensor in (*frozen, *model.buffers()))
 
 
 def _spec(name: str, parameter: nn.Parameter, narrow: torch.dtype | None) -> ParamSpec:

@@ -126,7 +126,8 @@ class Plan:
     Attributes:
         request: what it was made from.
         terms: what was decided.
-        ledger: what weights, states and gradients take.
+        ledger: what weights, states and gradients take once units have moved to the device.
+        first: the same before, in the first steps: host memory peaks then.
         activations: of the device at the worst moment: activations, head and loss, gradients of resident units.
         host_activations: boundaries of units in host memory.
         kept: units that skip recompute.
@@ -137,6 +138,7 @@ class Plan:
     request: Request
     terms: Terms
     ledger: Ledger
+    first: Ledger
     activations: int
     host_activations: int
     kept: frozenset[int]
@@ -151,7 +153,7 @@ class Plan:
     @property
     def host(self) -> int:
         """Predicted host peak beside the process's base."""
-        return self.ledger.host + self.host_activations
+        return self.first.host + self.host_activations
 
     @property
     def shortages(self) -> dict[str, int]:
@@ -183,14 +185,12 @@ def make_plan(request: Request) -> Plan:
     kept: frozenset[int] = frozenset()
     if request.machine.has_gpu and request.load is not None:
         terms, kept = _with_residents(request, terms)
-        if spill is not None and terms.spilled <= terms.resident:
-            spill, terms = None, replace(terms, spilled=frozenset())
-    ledger = ledger_of(request.parts, terms)
     on_device, on_host = activation_bytes(request, terms.resident, kept)
     return Plan(
         request=request,
         terms=terms,
-        ledger=ledger,
+        ledger=ledger_of(request.parts, terms),
+        first=ledger_of(request.parts, replace(terms, resident=frozenset())),
         activations=on_device,
         host_activations=on_host,
         kept=kept,

@@ -109,7 +109,7 @@ def _settings(plan: Plan) -> Iterator[Change]:
             machine=replace(request.machine, nvme_free=1 << 62),
             choices=replace(choices, optimizer_states="auto"),
         )
-        spilled = make_plan(changed).ledger.nvme_states
+        spilled = make_plan(changed).first.nvme_states
         if spilled:
             yield Change(
                 text=f"an NVMe folder with {gib(spilled)} for optimizer states (nvme_path)",

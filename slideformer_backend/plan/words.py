@@ -9,7 +9,7 @@ from .remedies import gib, smallest_changes
 
 def paragraph(plan: Plan) -> str:
     """What lives where and why, with the predicted peak of each tier."""
-    request, terms, ledger = plan.request, plan.terms, plan.ledger
+    request, terms, ledger = plan.request, plan.terms, plan.first
     parts = request.parts
     count = len(parts.sliding)
     edges = "on the device " + ("with their states" if terms.edges_update_on_device else "and their states on the host")
@@ -45,7 +45,7 @@ def paragraph(plan: Plan) -> str:
 def shortage(plan: Plan) -> str:
     """What lacks, in numbers."""
     request = plan.request
-    needs = {"gpu": plan.device, "host": plan.host, "nvme": plan.ledger.nvme_states}
+    needs = {"gpu": plan.device, "host": plan.host, "nvme": plan.first.nvme_states}
     budgets = {"gpu": request.gpu_budget, "host": request.host_budget, "nvme": request.machine.nvme_free}
     names = {"gpu": "GPU", "host": "host", "nvme": "NVMe"}
     return "; ".join(
