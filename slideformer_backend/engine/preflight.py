@@ -7,6 +7,7 @@ process's own reserved device memory and swap count as there). Between that and 
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -51,7 +52,7 @@ class Preflight:
         optimizers: Sequence[Optimizer] = (),
     ) -> None:
         self._parts = parts
-        self._optimizers = tuple(optimizers)
+        self._known = [weakref.ref(optimizer) for optimizer in optimizers]
         self._bound = False
         self._held = _host_bytes(model)
         machine = with_cached_rates(_machine(device, config.nvme_path))
@@ -65,8 +66,9 @@ class Preflight:
             PlanError: it cannot fit, whatever the batch.
         """
         self._check_device()
-        if self._optimizers:
-            self._check_host(self._optimizers, are_weights_placed=False)
+        known = [optimizer for reference in self._known if (optimizer := reference()) is not None]
+        if known:
+            self._check_host(known, are_weights_placed=False)
         if self.plan.shortages:
             logger.warning(
                 "SlideFormer: memory may not suffice. %s. These are peaks that need not come at once, so the run goes"
@@ -82,7 +84,7 @@ class Preflight:
         Raises:
             PlanError: they cannot fit.
         """
-        if not self._bound and not any(optimizer is known for known in self._optimizers):
+        if not self._bound and not any(optimizer is known() for known in self._known):
             self._check_host([optimizer], are_weights_placed=True)
         self._bound = True  # what a later optimizer takes over is there already
 
