@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -159,53 +159,61 @@ def _register_attention() -> None:
 
 
 class _FusedNorm(torch.autograd.Function):
-    """Keeps what fused RMS norm kernels keep: the input and one fp32 number per row. Its gradient takes no memory."""
+    """Keeps what fused RMS norm kernels keep: the input and one fp32 number per row."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, in_place: bool) -> torch.Tensor:
         ctx.save_for_backward(hidden, weight, hidden.new_empty(hidden.shape[:-1], dtype=torch.float32))
+        ctx.in_place = in_place
         return torch.empty_like(hidden)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         _, weight, _ = ctx.saved_tensors
-        return gradients[0].detach(), torch.empty_like(weight)
+        (gradient,) = gradients
+        return gradient.detach() if ctx.in_place else torch.empty_like(gradient), torch.empty_like(weight), None
 
 
 class _FusedGate(torch.autograd.Function):
-    """Keeps what fused gated activations keep, their two inputs, whose memory the gradients take."""
+    """Keeps what fused gated activations keep: their two inputs."""
 
     @staticmethod
-    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, in_place: bool) -> torch.Tensor:
         ctx.save_for_backward(gate, up)
+        ctx.in_place = in_place
         return torch.empty_like(gate)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gate, up = ctx.saved_tensors
-        return gate.detach(), up.detach()
+        if ctx.in_place:
+            return gate.detach(), up.detach(), None
+        return torch.empty_like(gate), torch.empty_like(up), None
 
 
-def fuse_layers(model: nn.Module) -> int:
-    """Let norms and gated feed-forwards of a meta model keep what fused kernels (Liger's, ours) keep; how many did."""
-    count = 0
+def fuse_layers(model: nn.Module, kernels: Container[str] = ("rms_norm", "gated"), *, in_place: bool = False) -> None:
+    """Let norms and gated feed-forwards of a meta model take the memory that they take as fused kernels.
+
+    Args:
+        model: changed for good.
+        kernels: names as of the configuration's key; rotary embedding saves nothing of size either way.
+        in_place: whether gradients take the memory of what was saved, as in Liger's kernels.
+    """
     for module in model.modules():
-        names = set(module._modules)
-        if type(module).__name__.endswith("RMSNorm") and isinstance(getattr(module, "weight", None), nn.Parameter):
-            module.forward = _norm_forward(module)
-        elif {"gate_proj", "up_proj", "down_proj"} <= names:
-            module.forward = _gate_forward(module)
-        else:
-            continue
-        count += 1
-    return count
+        is_norm = type(module).__name__.endswith("RMSNorm") and isinstance(
+            getattr(module, "weight", None), nn.Parameter
+        )
+        if is_norm and "rms_norm" in kernels:
+            module.forward = _norm_forward(module, in_place)
+        elif set(module._modules) >= {"gate_proj", "up_proj", "down_proj"} and "gated" in kernels:
+            module.forward = _gate_forward(module, in_place)
 
 
-def _norm_forward(module: Any) -> Any:
+def _norm_forward(module: Any, in_place: bool) -> Any:
     make: Any = _FusedNorm.apply
-    return lambda hidden: make(hidden, module.weight)
+    return lambda hidden: make(hidden, module.weight, in_place)
 
 
-def _gate_forward(module: Any) -> Any:
+def _gate_forward(module: Any, in_place: bool) -> Any:
     make: Any = _FusedGate.apply
-    return lambda hidden: module.down_proj(make(module.gate_proj(hidden), module.up_proj(hidden)))
+    return lambda hidden: module.down_proj(make(module.gate_proj(hidden), module.up_proj(hidden), in_place))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config import SIZE, SlideFormerConfig, keys
+from ..config import KERNELS, SIZE, SlideFormerConfig, keys
 from ..errors import ConfigError, SlideFormerError
 from ..run import read_file
 
@@ -45,10 +45,7 @@ def parser() -> argparse.ArgumentParser:
     model.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="of the weights (the model's own)")
     model.add_argument("--mixed-precision", choices=("no", "bf16", "fp16"), help="autocast (that of --config, else no)")
     model.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
-    model.add_argument(
-        "--layers", choices=("fused", "own"), default="own", help="whether norms and gated feed-forwards run as fused"
-        " kernels (Liger's, ours) or as the model's own code (own)"
-    )  # fmt: skip
+    model.add_argument("--liger", action="store_true", help="the script uses Liger's kernels (else: our key kernels)")
     machine = result.add_argument_group("machine", "this one, unless described")
     machine.add_argument("--gpu-memory", type=_size, metavar="SIZE", help="of a described GPU, such as 24GiB")
     machine.add_argument("--host-memory", type=_size, metavar="SIZE", help="of a described machine")
@@ -164,7 +161,7 @@ def request_of(options: argparse.Namespace, wishes: Wishes) -> Request:
         choices = replace(choices, moment_bytes=MOMENT_BYTES[str(wishes.later["state_dtype"])])
     return Request(
         parts=parts,
-        activity=_activity(options, meta, parts, load, autocast),
+        activity=_activity(options, wishes, meta, parts, load, autocast),
         load=load,
         vocabulary=meta.vocabulary,
         hidden=meta.hidden,
@@ -179,7 +176,12 @@ BASE_BYTES = 2 << 30
 
 
 def _activity(
-    options: argparse.Namespace, meta: MetaModel, parts: Partition, load: Load, autocast: torch.dtype | None
+    options: argparse.Namespace,
+    wishes: Wishes,
+    meta: MetaModel,
+    parts: Partition,
+    load: Load,
+    autocast: torch.dtype | None,
 ) -> tuple[UnitActivity, ...]:
     """Of each unit at the batch: its own code on the meta device, or an estimate where that cannot run."""
     import torch
@@ -191,8 +193,10 @@ def _activity(
     is_wide = autocast is not None and any(p.dtype == torch.float32 for p in meta.model.parameters())
     if is_wide:  # products run in the autocast dtype, the residual stream stays as it is
         meta = load_meta(options.model, autocast)
-    if options.layers == "fused":
-        fuse_layers(meta.model)
+    if options.liger:
+        fuse_layers(meta.model, in_place=True)
+    elif wishes.config.kernels != "off":
+        fuse_layers(meta.model, KERNELS if wishes.config.kernels == "auto" else wishes.config.kernels)
     units = partition(meta.model).sliding
     tokens = torch.zeros(load.sequences, load.length, dtype=torch.long, device="meta")
     try:

@@ -169,9 +169,5 @@ def _machine(device: torch.device, nvme_path: str | None) -> Machine:
 
 def _host_bytes(model: nn.Module) -> int:
     """Bytes of parameters in host memory now, which are given back as slabs are filled."""
-    storages = {
-        parameter.untyped_storage().data_ptr(): parameter.untyped_storage().nbytes()
-        for parameter in model.parameters()
-        if parameter.device.type == "cpu"
-    }
-    return sum(storages.values())
+    on_host = [parameter for parameter in model.parameters() if parameter.device.type == "cpu"]
+    return sum(parameter.numel() * parameter.element_size() for parameter in on_host)

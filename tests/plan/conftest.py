@@ -42,7 +42,7 @@ def machine():
 
 @pytest.fixture(scope="session")
 def described():
-    """Parts and activity of a named shape at a batch, with layers as fused kernels run them."""
+    """Parts and activity of a named shape at a batch, with layers as Liger's kernels run them."""
     from slideformer_backend.integrations.meta_model import attention_operations, fuse_layers, load_meta
     from slideformer_backend.plan.activations import observe_units
     from slideformer_backend.plan.partition import partition
@@ -54,7 +54,7 @@ def described():
         if key not in known:
             meta = load_meta(name)
             if fused:
-                fuse_layers(meta.model)
+                fuse_layers(meta.model, in_place=True)
             parts = partition(meta.model)
             tokens = torch.zeros(sequences, length, dtype=torch.long, device="meta")
             activity = observe_units(meta.model, parts.sliding, lambda: meta.model(tokens), attention_operations)
