@@ -29,6 +29,7 @@ class Terms:
 
     Attributes:
         update: the policy; ``exact`` keeps one gradient per unit, ``immediate`` only what is in flight.
+        accumulates: whether a step has several micro-batches; ``immediate`` then keeps one gradient per unit too.
         moments: fp32 arrays of the optimizer beside the master; ``moment_bytes``: bytes of one of their elements.
         prefetch: units fetched ahead.
         spares: gradient buffers in flight beyond the kept ones, per size class.
@@ -39,6 +40,7 @@ class Terms:
     """
 
     update: Update = "exact"
+    accumulates: bool = False
     moments: int = 2
     moment_bytes: float = 4.0
     prefetch: int = 2
@@ -192,7 +194,8 @@ def _gradient_classes(parts: Partition) -> dict[int, int]:
 def _gradient_bytes(parts: Partition, on_host: Sequence[Part], terms: Terms) -> tuple[int, int]:
     classes = _gradient_classes(parts)
     sizes = [classes[part.layout.gradient_bytes] for part in on_host if part.layout.gradient_bytes]
-    pending = sum(sizes) if terms.update == "exact" else 0
-    least = sum(set(sizes)) if terms.update == "immediate" else 0
+    keeps_all = terms.update == "exact" or terms.accumulates
+    pending = sum(sizes) if keeps_all else 0
+    least = 0 if keeps_all else sum(set(sizes))
     spare = sum(size * min(terms.spares, sizes.count(size)) for size in set(sizes))
     return pending + least, max(0, spare - least)

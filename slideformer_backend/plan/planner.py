@@ -260,6 +260,7 @@ def _with_device_choices(request: Request) -> Terms:
     is_on_device = request.machine.has_gpu and edges_may_update_on_device(edges, budget)
     terms = Terms(
         update=choices.update,
+        accumulates=request.load is not None and request.load.accumulate > 1,
         moments=choices.moments,
         moment_bytes=choices.moment_bytes,
         prefetch=2 if choices.prefetch is None else choices.prefetch,
