@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,7 +45,7 @@ class SlideFormerAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate i
         given = [item for item in args if optimizers.is_optimizer(item)]
         optimizers.refuse_stale(given, models)
         for model in models:
-            self._attach(model)
+            self._attach(model, given)
         return super().prepare(*args, device_placement=device_placement)
 
     def prepare_model(
@@ -112,8 +112,11 @@ class SlideFormerAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate i
                 engine.detach()
         return super().free_memory(*objects)
 
-    def _attach(self, model: nn.Module) -> None:
-        """Attaches an engine to ``model`` unless one drives it, and binds the optimizers that waited for it."""
+    def _attach(self, model: nn.Module, given: Sequence[torch.optim.Optimizer] = ()) -> None:
+        """Attaches an engine to ``model`` unless one drives it, and binds the optimizers that waited for it.
+
+        ``given``: optimizers prepared in the same call, for the plan.
+        """
         from slideformer_backend import api
 
         if next(model.parameters(), None) is None:
@@ -122,7 +125,11 @@ class SlideFormerAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate i
             self._refuse_model(model)
             placement.forget(model)
             engine = api.attach(
-                model, self.slideformer_config, device=self.device, autocast_dtype=self._autocast_dtype()
+                model,
+                self.slideformer_config,
+                device=self.device,
+                autocast_dtype=self._autocast_dtype(),
+                optimizers=[optimizers.unwrap(optimizer) for optimizer in given],
             )
             logger.info("SlideFormer drives %s (update: %s)", type(model).__name__, self.slideformer_config.update)
             quantised.install(engine)

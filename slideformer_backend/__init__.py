@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from slideformer_backend.config import SlideFormerConfig
     from slideformer_backend.errors import (
         ConfigError,
+        PlanError,
         SlideFormerError,
         StaleGraphError,
         StateError,
@@ -25,6 +26,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ConfigError",
+    "PlanError",
     "SlideFormerConfig",
     "SlideFormerError",
     "SlideFormerPlugin",
@@ -45,6 +47,7 @@ del _root
 
 _HOME = {
     "ConfigError": "slideformer_backend.errors",
+    "PlanError": "slideformer_backend.errors",
     "SlideFormerConfig": "slideformer_backend.config",
     "SlideFormerError": "slideformer_backend.errors",
     "SlideFormerPlugin": "slideformer_backend.integrations.plugin",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -25,6 +26,7 @@ def attach(
     device: torch.device | None = None,
     autocast_dtype: torch.dtype | None = None,
     monitor: Monitor | None = None,
+    optimizers: Sequence[torch.optim.Optimizer] = (),
 ) -> Engine:
     """Let an engine manage ``model``; the existing engine when there is one.
 
@@ -35,16 +37,18 @@ def attach(
         device: where compute runs; the current CUDA device, or the CPU where there is none.
         autocast_dtype: the dtype of the autocast region that wraps the model's forward, if one does.
         monitor: the test harness's observer.
+        optimizers: that will be bound, if known: a plan that their states cannot fit is refused at once.
 
     Raises:
         UnsupportedError: the model cannot be managed; nothing was changed.
+        PlanError: it cannot fit this machine; nothing was changed.
     """
     found = engine_of(model)
     if found is not None:
         return found
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    engine = Engine(model, config or SlideFormerConfig(), device, autocast_dtype, monitor)
+    engine = Engine(model, config or SlideFormerConfig(), device, autocast_dtype, monitor, optimizers)
     install_state_hooks(engine)
     _ENGINES[model] = weakref.ref(engine)  # the model holds its engine: both go together
     return engine

@@ -22,6 +22,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     commands.add_parser("run", add_help=False, help="run one script in this process, without a launcher")
     commands.add_parser("trace", add_help=False, help="run one script and write a timeline of it; or summarise one")
     commands.add_parser("bench", add_help=False, help="measure training beside others; bench kernels: the kernels")
+    commands.add_parser("plan", add_help=False, help="what a model needs of a machine, from its config alone")
+    commands.add_parser("doctor", add_help=False, help="check this machine and explain what it finds")
     command = parser.parse_args(arguments[:1]).command
     if command == "launch":
         launch(arguments[1:])
@@ -29,6 +31,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         trace(arguments[1:])
     elif command == "bench":
         bench(arguments[1:])
+    elif command == "plan":
+        sys.exit(plan(arguments[1:]))
+    elif command == "doctor":
+        sys.exit(doctor(arguments[1:]))
     else:
         from slideformer_backend.run import main as run
 
@@ -80,6 +86,20 @@ def bench(arguments: Sequence[str]) -> None:
     from slideformer_backend.benchmarks.harness.command import main as run
 
     run(arguments)
+
+
+def plan(arguments: Sequence[str]) -> int:
+    """``slideformer plan MODEL ...``: see ``commands/plan.py``."""
+    from slideformer_backend.commands.plan import main as run
+
+    return run(arguments)
+
+
+def doctor(arguments: Sequence[str]) -> int:
+    """``slideformer doctor``: see ``commands/doctor.py``."""
+    from slideformer_backend.commands.doctor import main as run
+
+    return run(arguments)
 
 
 if __name__ == "__main__":

@@ -181,7 +181,7 @@ class SlideFormerConfig:
         "a live status: progress, loss, tokens/s, memory, who waits for whom; auto: a bar on a terminal, else lines",
     )
     gpu_memory: int | Literal["auto"] = _key("auto", _or("auto", SIZE), "GPU memory to plan for")
-    host_memory: int | Literal["auto"] = _key("auto", _or("auto", SIZE), "host memory to plan for", built=False)
+    host_memory: int | Literal["auto"] = _key("auto", _or("auto", SIZE), "host memory to plan for")
     recompute: Literal["auto", "always"] = _key(
         "auto", one_of("auto", "always"), "auto: layers on the GPU keep their activations where they fit"
     )

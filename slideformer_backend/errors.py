@@ -43,3 +43,7 @@ class StateError(SlideFormerError):
 
 class StaleGraphError(SlideFormerError):
     """A backward pass whose weights were updated after its forward pass."""
+
+
+class PlanError(SlideFormerError):
+    """A plan that cannot fit the machine, refused before anything is allocated, with numbers and what would fit."""

@@ -21,8 +21,10 @@ BYTES = {"advance": 30, "update": 26, "peek": 16, "commit": 26}
 _REPETITIONS = 5
 
 
-def measure_limits(device: torch.device, *, quick: bool = False) -> dict[str, float]:
-    """The limits, in FLOP/s, byte/s and parameters/s. ``quick``: small sizes, for tests.
+def measure_limits(device: torch.device, *, quick: bool = False, elements: int | None = None) -> dict[str, float]:
+    """The limits, in FLOP/s, byte/s and parameters/s.
+
+    ``quick``: small sizes, for tests; ``elements``: of the host's arrays (None: 128 Mi, or 256 Ki when quick).
 
     Keys: ``gemm``; ``h2d``, ``d2h``, ``h2d_both``, ``d2h_both`` (CUDA only); ``host_mix``, ``host_mix_dma``: byte/s;
     ``advance``, ``advance_dma``, ``peek``, ``update``: parameters/s of the kernels; ``threads``.
@@ -32,7 +34,7 @@ def measure_limits(device: torch.device, *, quick: bool = False) -> dict[str, fl
     if device.type == "cuda":
         link = _Link(device, 1 << (22 if quick else 29))
         limits |= link.measure()
-    limits |= _host(1 << (18 if quick else 27), link)
+    limits |= _host(elements or 1 << (18 if quick else 27), link)
     return limits
 
 

@@ -3,67 +3,43 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections import defaultdict
 
 import torch
 from torch import nn
 
 from ..errors import UnsupportedError
-from ..plan import ParamSpec, UnitLayout, autocast_weights, find_blocks
+from ..plan import ParamSpec, Part, Partition, partition
 from ..storage import HostMemory
 from .guard import guarded_class
 from .unit import KINDS, ParamRecord, Unit, Where
 
-OWN_EDGE_UNIT = 1 << 22
-"""Elements from which an edge parameter is a unit of its own; smaller ones share one."""
 
-
-def build_units(
-    model: nn.Module, device: torch.device, autocast_dtype: torch.dtype | None, memory: HostMemory
-) -> list[Unit]:
-    """Discover units and lay their weights out in host memory; resident parameters go to ``device``.
+def build_units(parts: Partition, device: torch.device, model: nn.Module, memory: HostMemory) -> list[Unit]:
+    """Lay the weights of all units out in host memory; resident parameters go to ``device``.
 
     The peak is the plan plus one unit: the originals of a unit are freed as soon as its slab is filled.
-
-    Raises:
-        UnsupportedError: a parameter cannot be managed (before anything has been changed).
     """
-    _check_kinds(model)
-    blocks = find_blocks(model)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    owners: Counter[int] = Counter()
-    for block in blocks:
-        owners.update({id(parameter) for parameter in block.module.parameters()})
-    inside = _inside(model, [block.module for block in blocks])
-    sliding = {key for key, count in owners.items() if count == 1 and key not in inside}
-    _check(model, sliding)
-    _check_overlaps(model)
     units: list[Unit] = []
-    for block in blocks:
-        parameters = [parameter for parameter in block.module.parameters() if id(parameter) in sliding]
-        if not parameters:
-            continue
-        narrow = autocast_weights(block.module, autocast_dtype)
-        specs = [_spec(names[id(p)], p, autocast_dtype if id(p) in narrow else None) for p in parameters]
-        units.append(_sliding_unit(len(units), block.name, block.module, parameters, specs, memory))
-    for name, members in _edge_groups(model, sliding):
-        specs = [_spec(names[id(parameter)], parameter, None) for parameter in members]
-        units.append(_edge_unit(len(units), name, members, specs, device, memory))
-    _place_rest(model, sliding, device)
+    for part in parts.sliding:
+        units.append(_sliding_unit(len(units), part, memory))
+    for part in parts.edges:
+        units.append(_edge_unit(len(units), part, device, memory))
+    _place_rest(model, {id(parameter) for part in parts.sliding for parameter in part.parameters}, device)
     return units
 
 
-def _inside(model: nn.Module, blocks: Iterable[nn.Module]) -> set[int]:
-    """Parameters that a module outside all blocks uses too (tied weights): they cannot slide."""
-    covered = {id(module) for block in blocks for module in block.modules()}
-    return {
-        id(parameter)
-        for module in model.modules()
-        if id(module) not in covered
-        for parameter in module._parameters.values()
-        if parameter is not None
-    }
+def checked_parts(model: nn.Module, autocast_dtype: torch.dtype | None) -> Partition:
+    """The units of a model, before anything is changed.
+
+    Raises:
+        UnsupportedError: a parameter cannot be managed.
+    """
+    _check_kinds(model)
+    parts = partition(model, autocast_dtype)
+    _check(model, {id(parameter) for part in parts.sliding for parameter in part.parameters})
+    _check_overlaps(model)
+    return parts
 
 
 def _check_kinds(model: nn.Module) -> None:
@@ -124,26 +100,15 @@ def _has_dispatch(own: type) -> bool:
     return getattr(own, "__torch_dispatch__", None) is not torch.Tensor.__torch_dispatch__
 
 
-def _spec(name: str, parameter: nn.Parameter, narrow: torch.dtype | None) -> ParamSpec:
-    working = narrow if narrow is not None and parameter.requires_grad else parameter.dtype
-    return ParamSpec(name, parameter.shape, parameter.dtype, working, parameter.requires_grad)
-
-
 def _record(parameter: nn.Parameter, unit: Unit, number: int, spec: ParamSpec, host: torch.Tensor) -> ParamRecord:
     own = type(parameter)
     place = unit.layout.places[number]
     return ParamRecord(spec.name, parameter, unit, spec, place, host, own, guarded_class(own))
 
 
-def _sliding_unit(
-    index: int,
-    name: str,
-    module: nn.Module,
-    parameters: list[nn.Parameter],
-    specs: list[ParamSpec],
-    memory: HostMemory,
-) -> Unit:
-    layout = UnitLayout.of(specs)
+def _sliding_unit(index: int, part: Part, memory: HostMemory) -> Unit:
+    name, module, parameters, specs = part
+    layout = part.layout
     weights = memory.allocate(f"weights of {name}", layout.weight_bytes, dma=True)
     unit = Unit(index, name, module, layout, weights, Where.HOST)
     if any(spec.working != spec.dtype for spec in specs):
@@ -164,28 +129,9 @@ def _sliding_unit(
     return unit
 
 
-def _edge_groups(model: nn.Module, sliding: set[int]) -> list[tuple[str, list[nn.Parameter]]]:
-    groups: list[tuple[str, list[nn.Parameter]]] = []
-    small: list[nn.Parameter] = []
-    for name, parameter in model.named_parameters():
-        if id(parameter) in sliding or not parameter.requires_grad:
-            continue
-        if parameter.numel() >= OWN_EDGE_UNIT:
-            groups.append((name, [parameter]))
-        else:
-            small.append(parameter)
-    return [*groups, ("small edge parameters", small)] if small else groups
-
-
-def _edge_unit(
-    index: int,
-    name: str,
-    parameters: list[nn.Parameter],
-    specs: list[ParamSpec],
-    device: torch.device,
-    memory: HostMemory,
-) -> Unit:
-    layout = UnitLayout.of(specs)
+def _edge_unit(index: int, part: Part, device: torch.device, memory: HostMemory) -> Unit:
+    name, _, parameters, specs = part
+    layout = part.layout
     weights = memory.allocate(f"weights of {name}", layout.weight_bytes, dma=True)
     unit = Unit(index, name, None, layout, weights, Where.RESIDENT)
     for number, (parameter, spec) in enumerate(zip(parameters, specs, strict=True)):

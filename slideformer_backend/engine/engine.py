@@ -22,7 +22,7 @@ from .arithmetic import Arithmetic
 from .backward import Backward, Visit
 from .binding import Binding
 from .boundaries import Boundaries
-from .build import build_units
+from .build import build_units, checked_parts
 from .device_units import DeviceUnits
 from .driver import UnitForward
 from .edges import Edges
@@ -30,6 +30,7 @@ from .guard import guard, unguard
 from .hooks import Accumulated, BeforeAccumulation, BeforeForward, Removable
 from .immediate import Immediate
 from .norms import Norms
+from .preflight import Preflight
 from .redo_log import RedoLog
 from .report import EngineReport, allocated_bytes, make_report
 from .residency import Residency
@@ -59,7 +60,11 @@ class Engine:
         device: torch.device,
         autocast_dtype: torch.dtype | None = None,
         monitor: Monitor | None = None,
+        optimizers: Sequence[Optimizer] = (),
     ) -> None:
+        parts = checked_parts(model, autocast_dtype)
+        self._preflight = Preflight(model, parts, config, device, optimizers)
+        terms = self._preflight.check()
         self.model = model
         self.config = config
         self._switch_interval = sys.getswitchinterval()
@@ -67,22 +72,21 @@ class Engine:
         self.last_microbatch: Callable[[], bool] = lambda: True
         self.backend = backend_for(device, monitor)
         self.device = self.backend.device
-        if config.trace is not None:
-            self.backend.record(Recorder(self.device, config.trace))
+        self.backend.record(Recorder(self.device, config.trace) if config.trace is not None else None)
         pin = self.device.type == "cuda" if config.pin_memory == "auto" else config.pin_memory
         self.memory = HostMemory(pin=pin and self.device.type == "cuda")
-        self.units = build_units(model, self.device, autocast_dtype, self.memory)
+        self.units = build_units(parts, self.device, model, self.memory)
         self.sliding = [unit for unit in self.units if not unit.is_resident]
         threads = default_threads() if config.cpu_threads == "auto" else config.cpu_threads
         self.workers = WorkerPool(threads)
-        depth = 2 if config.prefetch == "auto" else config.prefetch
-        self.window = Window(self.backend, self.units, depth)
+        self.window = Window(self.backend, self.units, terms.prefetch)
         policy = Immediate if config.update == "immediate" else RedoLog
         arithmetic = Arithmetic(self.workers)
         norms = Norms(self.backend, self.memory, arithmetic)
         self.policy = policy(self.backend, self.window, self.memory, arithmetic, norms)
-        device_units = DeviceUnits(norms, in_place=policy is Immediate)
+        self.policy.spare_buffers = terms.spares
         edges = [unit for unit in self.units if unit.is_resident]
+        device_units = DeviceUnits(norms, in_place=policy is Immediate)
         self.edges = Edges(self.backend, edges, self.policy, device_units)
         self.boundaries = Boundaries(self.backend, self.memory, is_on=config.activations == "host")
         self.residency = Residency(config, self.backend, self.window, self.policy, self.memory)
@@ -98,8 +102,7 @@ class Engine:
         self._records: MutableMapping[torch.Tensor, ParamRecord] = WeakIdKeyDictionary()
         self._hooks: list[Removable] = []
         self._forwards: list[UnitForward] = []
-        self._usual_count = 1
-        self._saw_microbatch = False
+        self._usual_count, self._saw_microbatch = 1, False
         self._install()
 
     # -- what integrations call ------------------------------------------------------------------------------------
@@ -111,10 +114,12 @@ class Engine:
 
         Raises:
             UnsupportedError: its step cannot run on master weights (it needs a closure).
+            PlanError: its states cannot fit the host's memory; nothing was allocated.
         """
         self._bindings = [binding for binding in self._bindings if binding.is_alive]
         if self.binding_of(optimizer) is not None:
             return
+        self._preflight.before_bind(optimizer)
         binding = Binding(self, optimizer)
         self._bindings.append(binding)
         self._prepare(binding, binding.assign(takes_over=True))
@@ -224,12 +229,9 @@ class Engine:
             self._undo(gradients if is_settled else {})
 
     def _undo(self, gradients: Mapping[int, torch.Tensor]) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        for forward in self._forwards:
-            forward.undo()
-        for binding in self._bindings:
-            binding.undo()
+        hooks = [hook.remove for hook in self._hooks]
+        for undo in (*hooks, *[forward.undo for forward in self._forwards], *[b.undo for b in self._bindings]):
+            undo()
         for unit in self.units:
             for record in unit.records:
                 self._release_parameter(record, gradients.get(id(record)))
@@ -291,9 +293,7 @@ class Engine:
 
     def is_wide(self, unit: Unit) -> bool:
         """Whether the forward runs outside autocast although working weights are narrower than the user's."""
-        if torch.is_autocast_enabled(self.device.type):
-            return False
-        return any(record.shows_master for record in unit.records)
+        return not torch.is_autocast_enabled(self.device.type) and any(record.shows_master for record in unit.records)
 
     def begin_forward(self) -> None:
         """A forward of the whole model with gradients begins: the time to move units, if they should move."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from ..plan.ledger import usual_spares
 from ..storage import HostMemory, Tracked
 from ..transfer import Backend, GradientBuffer, GradientPool, Ticket, copy
 from .arithmetic import Arithmetic
@@ -31,9 +32,6 @@ class UpdatePolicy(abc.ABC):
         norms: measures gradients.
     """
 
-    SPARE_SHARE = 4
-    """One gradient buffer more per so many units: updates of so many may wait for the next forward to reach them."""
-
     def __init__(
         self, backend: Backend, window: Window, memory: HostMemory, arithmetic: Arithmetic, norms: Norms
     ) -> None:
@@ -42,7 +40,8 @@ class UpdatePolicy(abc.ABC):
         self.memory = memory
         self.arithmetic = arithmetic
         self.norms = norms
-        self.spare_buffers = max(2, window.units // self.SPARE_SHARE)
+        self.spare_buffers = usual_spares(window.units)
+        """Gradient buffers in flight; the plan may have fewer."""
         self.repairs = 0
         """Speculative weights that had to be computed again, in units."""
         self._pools: dict[int, GradientPool] = {}

@@ -7,19 +7,18 @@ import logging
 import torch
 
 from ..config import SlideFormerConfig
-from ..plan.placement import Placement, UnitCost, place
+from ..plan.ledger import resident_bytes
+from ..plan.placement import Placement, UnitCost, edges_may_update_on_device, place, spare_device_bytes
 from ..storage import HostMemory
 from ..transfer import Backend
 from .boundaries import Boundaries
 from .policy import UpdatePolicy
 from .states import master_of
-from .unit import KINDS, ParamRecord, Unit, Where
+from .unit import ParamRecord, Unit, Where
 from .window import Window
 
 logger = logging.getLogger(__name__)
 
-MARGIN = 1 << 29
-"""Device bytes left free, beside 2 % of the budget, for what varies between steps."""
 OBSERVED_STEPS = 2
 """Steps measured before units move."""
 
@@ -63,7 +62,7 @@ class Residency:
 
         Their gradients arrive last and their weights are needed first, so their update is exposed in every step.
         """
-        if 0 < sum(_resident_bytes(unit) for unit in units) <= self.budget // 4:
+        if edges_may_update_on_device(sum(map(_resident_bytes, units)), self.budget):
             for unit in units:
                 unit.updates_on_device = True
                 unit.weights = self._memory.allocate(f"weights of {unit.name}", 0, dma=False)
@@ -86,7 +85,7 @@ class Residency:
         """Choose what moves, from what the first steps have shown."""
         budget = self.budget
         costs = [UnitCost(u.index, _resident_bytes(u), self._activations.get(u.index, 0)) for u in sliding]
-        spare = budget - self._peak - MARGIN - budget // 50
+        spare = spare_device_bytes(budget, self._peak)
         self.placement = place(
             costs,
             spare,
@@ -154,9 +153,4 @@ def _states_of(record: ParamRecord, unit: Unit) -> dict[str, torch.Tensor]:
 
 def _resident_bytes(unit: Unit) -> int:
     """Weights, gradient, master and two moments of a unit on the device."""
-    total = 0
-    for record in unit.records:
-        size = record.spec.dtype.itemsize
-        extra = (size + (12 if record.spec.dtype in KINDS and size < 4 else 8)) if record.spec.is_trainable else 0
-        total += record.numel * (size + extra)
-    return total
+    return resident_bytes([record.spec for record in unit.records])

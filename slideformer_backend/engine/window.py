@@ -46,7 +46,7 @@ class Window:
 
     Args:
         backend: lanes and device.
-        units: the sliding units.
+        units: all units. Those that slide get slots; edge units only have a gradient class, for buffers on the host.
         depth: how many units are fetched ahead of the one that computes.
     """
 
@@ -56,14 +56,14 @@ class Window:
     def __init__(self, backend: Backend, units: Iterable[Unit], depth: int) -> None:
         self.backend = backend
         self.depth = depth
-        sliding = list(units)
+        known = list(units)
+        sliding = [unit for unit in known if not unit.is_resident]
         self.units = len(sliding)
         self._weight_class = size_classes(unit.layout.weight_bytes for unit in sliding)
-        self._gradient_class = size_classes(
-            unit.layout.gradient_bytes for unit in sliding if unit.layout.gradient_bytes
-        )
+        self._gradient_class = size_classes(unit.layout.gradient_bytes for unit in known if unit.layout.gradient_bytes)
         self._weight_slots: dict[int, list[WeightSlot]] = {size: [] for size in set(self._weight_class.values())}
-        self._gradient_slots: dict[int, list[GradientSlot]] = {size: [] for size in set(self._gradient_class.values())}
+        sizes = {self.gradient_class(unit) for unit in sliding if unit.layout.gradient_bytes}
+        self._gradient_slots: dict[int, list[GradientSlot]] = {size: [] for size in sizes}
         self._turn = itertools.count(1)
         for size, slots in self._weight_slots.items():
             members = sum(self._weight_class[unit.layout.weight_bytes] == size for unit in sliding)

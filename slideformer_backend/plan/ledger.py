@@ -2,11 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from .layout import UnitLayout, size_classes
+import torch
+
+from .layout import ParamSpec, size_classes
+from .partition import Part, Partition
+
+Update = Literal["exact", "immediate"]
+
+GRADIENT_SLOTS = 2
+"""Device gradient slots per size class: one drains to the host while the next unit's gradients are written."""
+LEAST_SPARES = 2
+"""Gradient buffers in flight, per size class, below which arrivals wait for updates."""
+SPARE_SHARE = 4
+"""One gradient buffer more per so many units: updates of so many may wait for the next forward to reach them."""
+STAGED_UNITS = 3
+"""Units whose spilled states are in host memory at once: one read, one updated, one written back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """What the plan decides, as far as memory depends on it.
+
+    Attributes:
+        update: the policy; ``exact`` keeps one gradient per unit, ``immediate`` only what is in flight.
+        accumulates: whether a step has several micro-batches; ``immediate`` then keeps one gradient per unit too.
+        moments: fp32 arrays of the optimizer beside the master; ``moment_bytes``: bytes of one of their elements.
+        prefetch: units fetched ahead.
+        spares: gradient buffers in flight beyond the kept ones, per size class.
+        edges_update_on_device: whether edge units keep their states on the device, and nothing on the host.
+        resident: numbers of sliding units that moved to the device.
+        spilled: numbers of units (edges count on from the sliding ones) whose states are on NVMe.
+        staged: how many of those are in host memory at once.
+    """
+
+    update: Update = "exact"
+    accumulates: bool = False
+    moments: int = 2
+    moment_bytes: float = 4.0
+    prefetch: int = 2
+    spares: int = LEAST_SPARES
+    edges_update_on_device: bool = False
+    resident: frozenset[int] = frozenset()
+    spilled: frozenset[int] = frozenset()
+    staged: int = STAGED_UNITS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,69 +56,146 @@ class Ledger:
     """Predicted peaks, in bytes.
 
     Attributes:
-        host_weights: working weights of all units.
+        host_weights: working weights.
         host_states: masters and moments.
-        host_gradients: pending and arriving gradients.
+        host_pending: gradients that are kept until the next update.
+        host_spare: gradient buffers in flight, at most.
+        host_staging: spilled states on their way.
+        nvme_states: masters and moments on NVMe.
         device_slots: weight and gradient slots of the window.
-        device_edges: resident parameters and their gradients.
+        device_edges: edge parameters, their gradients, and what is frozen.
+        device_states: masters and moments of edges.
+        device_resident: units that moved there: weights, masters, moments. Their gradients come while activations go.
     """
 
     host_weights: int
     host_states: int
-    host_gradients: int
+    host_pending: int
+    host_spare: int
+    host_staging: int
+    nvme_states: int
     device_slots: int
     device_edges: int
+    device_states: int
+    device_resident: int
+
+    @property
+    def host_gradients(self) -> int:
+        """Pending and arriving gradients."""
+        return self.host_pending + self.host_spare
 
     @property
     def host(self) -> int:
         """Host bytes in total."""
-        return self.host_weights + self.host_states + self.host_gradients
+        return self.host_weights + self.host_states + self.host_gradients + self.host_staging
+
+    @property
+    def host_least(self) -> int:
+        """Host bytes below which it cannot work: the pool of gradient buffers grows only as far as it must."""
+        return self.host - self.host_spare
 
     @property
     def device(self) -> int:
         """Device bytes in total, activations and the user's own tensors not counted."""
-        return self.device_slots + self.device_edges
+        return self.device_slots + self.device_edges + self.device_states + self.device_resident
 
 
-def ledger_of(
-    sliding: Sequence[UnitLayout],
-    edges: Sequence[UnitLayout],
-    *,
-    update: Literal["exact", "immediate"],
-    state_bytes: int,
-    prefetch: int,
-    spare_buffers: int = 2,
-    gradient_slots: int = 2,
-) -> Ledger:
-    """The ledger of a model.
-
-    Args:
-        sliding: layouts of the sliding units.
-        edges: layouts of the edge units.
-        update: the policy; ``exact`` keeps one gradient per unit, ``immediate`` only what is in flight.
-        state_bytes: bytes per trained parameter of masters and moments together.
-        prefetch: units fetched ahead.
-        spare_buffers: gradient buffers in flight beyond the kept ones, per size class.
-        gradient_slots: device gradient slots per size class.
-    """
-    layouts = [*sliding, *edges]
-    weight_class = size_classes(layout.weight_bytes for layout in sliding)
-    gradient_class = size_classes(layout.gradient_bytes for layout in layouts if layout.gradient_bytes)
-    slots = 0
-    for size in set(weight_class.values()):
-        members = sum(weight_class[layout.weight_bytes] == size for layout in sliding)
-        slots += size * min(prefetch + 2, members)
-    sliding_classes = {gradient_class[layout.gradient_bytes] for layout in sliding if layout.gradient_bytes}
-    slots += sum(sliding_classes) * gradient_slots
-    gradients = 0
-    for size in set(gradient_class.values()):
-        members = sum(layout.gradient_bytes > 0 and gradient_class[layout.gradient_bytes] == size for layout in layouts)
-        in_flight = min(members, 1) * spare_buffers
-        gradients += size * ((members if update == "exact" else 0) + in_flight)
+def ledger_of(parts: Partition, terms: Terms) -> Ledger:
+    """The ledger of a model."""
+    sliding = [part for number, part in enumerate(parts.sliding) if number not in terms.resident]
+    on_host = [*sliding, *(() if terms.edges_update_on_device else parts.edges)]
+    spilled = spilled_parts(parts, terms)
+    largest = max((state_bytes(part, terms) for part in spilled), default=0)
+    spilled_bytes = sum(state_bytes(part, terms) for part in spilled)
+    pending, spare = _gradient_bytes(parts, on_host, terms)
     return Ledger(
-        host_weights=sum(layout.weight_bytes for layout in layouts),
-        host_states=sum(layout.state_elements for layout in layouts) * state_bytes,
-        host_gradients=gradients,
-        device_slots=slots,
-        device_edges=sum(layout.weight_bytes + layout.gradient_bytes for layout in edges),
+        host_weights=sum(part.layout.weight_bytes for part in on_host),
+        host_states=sum(state_bytes(part, terms) for part in on_host) - spilled_bytes,
+        host_pending=pending,
+        host_spare=spare,
+        host_staging=largest * min(terms.staged, len(spilled)),
+        nvme_states=spilled_bytes,
+        device_slots=slot_bytes(parts, terms.prefetch),
+        device_edges=sum(map(_weights_and_gradient, parts.edges)) + parts.frozen_edges,
+        device_states=sum(device_state_bytes(part.specs, terms.moments) for part in parts.edges)
+        if terms.edges_update_on_device
+        else 0,
+        device_resident=sum(
+            part.layout.weight_bytes + device_state_bytes(part.specs, terms.moments)
+            for number, part in enumerate(parts.sliding)
+            if number in terms.resident
+        ),
     )
+
+
+def spilled_parts(parts: Partition, terms: Terms) -> list[Part]:
+    """The units whose states are on NVMe."""
+    away = terms.spilled - terms.resident
+    if terms.edges_update_on_device:
+        away = frozenset(number for number in away if number < len(parts.sliding))
+    return [part for number, part in enumerate((*parts.sliding, *parts.edges)) if number in away]
+
+
+def slot_bytes(parts: Partition, prefetch: int) -> int:
+    """Device memory of all slots for the sliding units."""
+    layouts = [part.layout for part in parts.sliding]
+    weights = size_classes(layout.weight_bytes for layout in layouts)
+    gradients = _gradient_classes(parts)
+    total = sum({gradients[layout.gradient_bytes] for layout in layouts if layout.gradient_bytes}) * GRADIENT_SLOTS
+    for size in set(weights.values()):
+        members = sum(weights[layout.weight_bytes] == size for layout in layouts)
+        total += size * min(prefetch + 2, members)
+    return total
+
+
+def state_bytes(part: Part, terms: Terms) -> int:
+    """Masters and moments of one unit on the host. ``immediate`` splits the master of bf16 weights, whose high half the
+    weights are, and needs none for fp32."""
+    kinds = {(spec.working, spec.dtype) for spec in part.specs if spec.is_trainable}
+    master = _in_place_master(kinds) if terms.update == "immediate" else 4
+    return int(part.layout.state_elements * (master + terms.moments * terms.moment_bytes))
+
+
+def device_state_bytes(specs: Iterable[ParamSpec], moments: int = 2) -> int:
+    """Masters (of what is not fp32) and moments on the device."""
+    trained = [spec for spec in specs if spec.is_trainable]
+    return sum(spec.shape.numel() * (4 * moments + (4 if spec.dtype.itemsize < 4 else 0)) for spec in trained)
+
+
+def resident_bytes(specs: Sequence[ParamSpec], moments: int = 2) -> int:
+    """Weights, gradients, masters and moments on the device."""
+    trained = sum(spec.shape.numel() * spec.dtype.itemsize for spec in specs if spec.is_trainable)
+    weights = sum(spec.shape.numel() * spec.dtype.itemsize for spec in specs)
+    return weights + trained + device_state_bytes(specs, moments)
+
+
+def usual_spares(units: int) -> int:
+    """Gradient buffers in flight that let no arrival wait, for a model of so many sliding units."""
+    return max(LEAST_SPARES, units // SPARE_SHARE)
+
+
+def _in_place_master(kinds: set[tuple[torch.dtype, torch.dtype]]) -> int:
+    if kinds == {(torch.bfloat16, torch.bfloat16)}:
+        return 2
+    return 0 if kinds == {(torch.float32, torch.float32)} else 4
+
+
+def _weights_and_gradient(part: Part) -> int:
+    return sum(
+        spec.shape.numel() * spec.dtype.itemsize * (2 if spec.is_trainable else 1) for spec in part.specs
+    )  # fmt: skip
+
+
+def _gradient_classes(parts: Partition) -> dict[int, int]:
+    layouts = [part.layout for part in (*parts.sliding, *parts.edges)]
+    return size_classes(layout.gradient_bytes for layout in layouts if layout.gradient_bytes)
+
+
+def _gradient_bytes(parts: Partition, on_host: Sequence[Part], terms: Terms) -> tuple[int, int]:
+    classes = _gradient_classes(parts)
+    sizes = [classes[part.layout.gradient_bytes] for part in on_host if part.layout.gradient_bytes]
+    keeps_all = terms.update == "exact" or terms.accumulates
+    pending = sum(sizes) if keeps_all else 0
+    least = 0 if keeps_all else sum(set(sizes))
+    spare = sum(size * min(terms.spares, sizes.count(size)) for size in set(sizes))
+    return pending + least, max(0, spare - least)

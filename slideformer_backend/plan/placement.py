@@ -5,6 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
+MARGIN = 1 << 29
+"""Device bytes left free, beside 2 % of the budget, for what varies between steps."""
+EDGE_SHARE = 4
+"""Edge units update on the device when one in so many parts of the budget holds them all."""
+
+
+def edges_may_update_on_device(nbytes: int, budget: int) -> bool:
+    """Whether edge units keep their states on the device, where they take ``nbytes`` with weights and gradients.
+
+    Their gradients arrive last and their weights are needed first, so their update is exposed in every step.
+    """
+    return 0 < nbytes <= budget // EDGE_SHARE
+
+
+def spare_device_bytes(budget: int, peak: int) -> int:
+    """What units may take in, beside a peak that was measured or predicted."""
+    return budget - peak - MARGIN - budget // 50
+
 
 class UnitCost(NamedTuple):
     """What moving one sliding unit to the device takes, in bytes.

@@ -11,6 +11,7 @@ from torch import nn
 from slideformer_backend.api import attach
 from slideformer_backend.config import SlideFormerConfig
 from slideformer_backend.plan.placement import UnitCost, place
+from tests.budgets import tight
 
 
 class Block(nn.Module):
@@ -48,7 +49,7 @@ OPTIMIZERS = {
 def train(model, *, moves, device, update="exact", optimizer="adamw", max_norm=None, accumulate=1, steps=6):
     """Train; ``moves`` maps a step to the number of units that move to the device before it."""
     engine = attach(
-        model, SlideFormerConfig(update=update, gpu_memory="1KiB"), device=device
+        model, SlideFormerConfig(update=update, prefetch=2, gpu_memory=tight(model)), device=device
     )  # nothing moves by itself
     optimizer = OPTIMIZERS[optimizer](model.parameters())
     engine.bind(optimizer)
@@ -112,7 +113,7 @@ def test_a_write_to_a_resident_parameter_counts(device):
     results = []
     for moves in (0, 2):
         model = copy.deepcopy(start)
-        engine = attach(model, SlideFormerConfig(gpu_memory="1KiB"), device=device)
+        engine = attach(model, SlideFormerConfig(prefetch=2, gpu_memory=tight(model)), device=device)
         optimizer = OPTIMIZERS["adamw"](model.parameters())
         engine.bind(optimizer)
         for _ in range(moves):

@@ -141,7 +141,7 @@ def fake_api(clean):
     def engine_of(module):
         return next((e for e in api.made if any(part is e.model for part in module.modules())), None)
 
-    def attach(model, config, *, device, autocast_dtype=None):
+    def attach(model, config, *, device, autocast_dtype=None, optimizers=()):
         if getattr(model, "refuse", None) is not None:
             raise model.refuse
         if engine_of(model) is None:

@@ -1,6 +1,7 @@
 """README.md, read by a machine: its commands exist, its table is the configuration."""
 
 import ast
+import os
 import re
 import shlex
 import subprocess
@@ -93,3 +94,20 @@ def test_the_script_of_the_main_job_is_ordinary():
 
 def yaml_word(value: object) -> str:
     return value if isinstance(value, str) else yaml.safe_dump(value).splitlines()[0]
+
+
+@pytest.mark.parametrize("command", [line for line in shell_lines() if line.startswith("slideformer ")])
+def test_our_own_commands_do_what_is_said(command, tmp_path):
+    """They run as written: a plan that the README calls possible fits, and the doctor finds no error."""
+    arguments = shlex.split(command)[1:]
+    done = subprocess.run(
+        [sys.executable, "-m", "slideformer_backend.cli", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=250,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(done.stdout.splitlines()) > 5

@@ -22,7 +22,7 @@ LAYERS = (
     ("api", "status"),
     ("integrations",),
     ("benchmarks",),
-    ("_autoload", "run", "cli"),
+    ("_autoload", "run", "commands", "cli"),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 OTHERS_OF_HUGGING_FACE = ("accelerate", "transformers", "trl", "peft")

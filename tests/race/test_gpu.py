@@ -11,6 +11,7 @@ import torch
 from slideformer_backend.api import attach
 from slideformer_backend.config import SlideFormerConfig
 from slideformer_backend.transfer import Monitor
+from tests.budgets import tight
 
 from .toy import Toy, make_toy
 
@@ -59,8 +60,8 @@ def _train(
     device = torch.device("cuda")
     model: Toy = make_toy(kind, 0, width=WIDTH, blocks=BLOCKS)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-    engine = attach(model, SlideFormerConfig(cpu_threads=2, update=update, gpu_memory="1KiB"), device=device,
-                    monitor=monitor)  # fmt: skip
+    config = SlideFormerConfig(cpu_threads=2, update=update, prefetch=2, gpu_memory=tight(model))
+    engine = attach(model, config, device=device, monitor=monitor)
     engine.bind(optimizer)
     _delay(engine, delayed, most_ms, seed=7)
     seen: list[torch.Tensor] = []

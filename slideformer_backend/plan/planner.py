@@ -1,0 +1,333 @@
+"""The plan: what lives where on a machine, what each tier holds at its peak, and how long a step takes.
+
+Pure arithmetic on descriptions: a model cut into units, what a unit's forward and backward take, a machine. The same
+function serves ``prepare``, which knows the weights and not the batch, and ``slideformer plan``, which has no weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from ..config import SlideFormerConfig
+from .activations import UnitActivity
+from .ledger import LEAST_SPARES, Ledger, Terms, Update, ledger_of, resident_bytes, state_bytes, usual_spares
+from .machine import Machine
+from .partition import Partition
+from .placement import UnitCost, edges_may_update_on_device, place, spare_device_bytes
+from .spill import Spill, spill_share, spill_states
+from .step_time import StepTime, Work, step_time
+
+CHUNK_BYTES = 1 << 30
+SMALL_CHUNK_BYTES = 1 << 28
+"""Logits that the fused head holds at a time: at most the former, and half of them from the latter on."""
+MOMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.04}
+"""Of one element, by ``state_dtype``; int8 has a scale per block."""
+UNKNOWN_BATCH_SHARE = 4
+"""One in so many parts of device memory is left to activations where the batch is not known."""
+TIGHT = 0.05
+"""Share by which the ledger may err: a plan whose peak is nearer than this to its budget is called tight."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """The keys of the configuration that the plan obeys, with values of parts that are not built yet too.
+
+    Attributes:
+        moments, moment_bytes: arrays of the optimizer beside the master, and bytes of one of their elements.
+        prefetch, gpu_memory, host_memory, nvme_fraction: None where the plan decides.
+        others: as the keys of those names.
+    """
+
+    update: Update = "exact"
+    prefetch: int | None = None
+    recompute: Literal["auto", "always"] = "auto"
+    activations: Literal["auto", "gpu", "host", "nvme"] = "auto"
+    optimizer_states: Literal["auto", "host", "nvme"] = "auto"
+    nvme_fraction: float | None = None
+    lazy_logits: bool = True
+    gpu_memory: int | None = None
+    host_memory: int | None = None
+    moments: int = 2
+    moment_bytes: float = 4.0
+
+    @classmethod
+    def of(cls, config: SlideFormerConfig, *, moments: int = 2) -> Choices:
+        """The choices of a configuration."""
+        return cls(
+            update=config.update,
+            prefetch=None if config.prefetch == "auto" else config.prefetch,
+            recompute=config.recompute,
+            activations=config.activations,
+            optimizer_states=config.optimizer_states,
+            nvme_fraction=config.nvme_fraction,
+            lazy_logits=config.lazy_logits,
+            gpu_memory=None if config.gpu_memory == "auto" else config.gpu_memory,
+            host_memory=None if config.host_memory == "auto" else config.host_memory,
+            moments=moments,
+            moment_bytes=MOMENT_BYTES[config.state_dtype],
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """The batch. Attributes: sequences per micro-batch, tokens per sequence, micro-batches per step."""
+
+    sequences: int
+    length: int
+    accumulate: int = 1
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch."""
+        return self.sequences * self.length
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a plan is made from.
+
+    Attributes:
+        parts: the model.
+        activity: of each sliding unit at ``load``; empty when the batch is not known.
+        load: the batch; None: not known.
+        vocabulary, hidden: of the language head; 0 without one.
+        machine: to plan for.
+        choices: what the user has fixed.
+        host_base: host bytes that the process takes beside the plan (negative: that it gives back).
+    """
+
+    parts: Partition
+    activity: tuple[UnitActivity, ...] = ()
+    load: Load | None = None
+    vocabulary: int = 0
+    hidden: int = 0
+    machine: Machine
+    choices: Choices
+    host_base: int = 0
+
+    @property
+    def gpu_budget(self) -> int:
+        """Device bytes that the plan may use."""
+        return min(self.machine.gpu_free, self.choices.gpu_memory or self.machine.gpu_free)
+
+    @property
+    def host_budget(self) -> int:
+        """Host bytes that the plan may use beside the process's base."""
+        available = self.machine.host.available - self.host_base
+        return min(available, self.choices.host_memory or available)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The decision and its consequences. Bytes.
+
+    Attributes:
+        request: what it was made from.
+        terms: what was decided.
+        ledger: what weights, states and gradients take once units have moved to the device.
+        first: the same before, in the first steps: host memory peaks then.
+        activations: of the device at the worst moment: activations, head and loss, gradients of resident units.
+        host_activations: boundaries of units in host memory.
+        kept: units that skip recompute.
+        spill: states on NVMe, if any.
+        time: of a step, where the machine's rates and the batch are known.
+    """
+
+    request: Request
+    terms: Terms
+    ledger: Ledger
+    first: Ledger
+    activations: int
+    host_activations: int
+    kept: frozenset[int]
+    spill: Spill | None
+    time: StepTime | None
+
+    @property
+    def device(self) -> int:
+        """Predicted device peak."""
+        return self.ledger.device + self.activations
+
+    @property
+    def host(self) -> int:
+        """Predicted host peak beside the process's base."""
+        return self.first.host + self.host_activations
+
+    @property
+    def shortages(self) -> dict[str, int]:
+        """Bytes that lack, by tier ("gpu", "host", "nvme"); empty when the plan fits."""
+        request = self.request
+        found = {"host": self.host - request.host_budget}
+        if request.machine.has_gpu:
+            found["gpu"] = self.device - request.gpu_budget
+        if self.spill is not None:
+            found["nvme"] = self.spill.nvme_missing
+        return {tier: missing for tier, missing in found.items() if missing > 0}
+
+    @property
+    def verdict(self) -> Literal["fits", "tight", "does not fit"]:
+        """Whether it fits; tight: by less than the ledger may err."""
+        if self.shortages:
+            return "does not fit"
+        request = self.request
+        is_tight = self.host > (1 - TIGHT) * request.host_budget
+        if request.machine.has_gpu:
+            is_tight |= self.device > (1 - TIGHT) * request.gpu_budget
+        return "tight" if is_tight else "fits"
+
+
+def make_plan(request: Request) -> Plan:
+    """The best plan that fits; where none does, the one that lacks least."""
+    terms = _with_device_choices(request)
+    terms, spill = _with_host_choices(request, terms)
+    kept: frozenset[int] = frozenset()
+    if request.machine.has_gpu and request.load is not None:
+        terms, kept = _with_residents(request, terms)
+    on_device, on_host = activation_bytes(request, terms.resident, kept)
+    return Plan(
+        request=request,
+        terms=terms,
+        ledger=ledger_of(request.parts, terms),
+        first=ledger_of(request.parts, replace(terms, resident=frozenset())),
+        activations=on_device,
+        host_activations=on_host,
+        kept=kept,
+        spill=spill,
+        time=_time(request, terms, kept),
+    )
+
+
+def activation_bytes(
+    request: Request, resident: frozenset[int] = frozenset(), kept: frozenset[int] = frozenset()
+) -> tuple[int, int]:
+    """Device and host bytes of activations, and of gradients of ``resident`` units, at the worst moment.
+
+    Moments are the loss, and the backward of each unit: inputs of the units before it still wait, ``kept`` ones of them
+    with all they saved, and gradients of resident units after it are there.
+    """
+    activity, load = request.activity, request.load
+    if not activity or load is None:
+        return 0, 0
+    largest = max(unit.boundary for unit in activity)
+    waiting = [unit.boundary for unit in activity]
+    on_host = 0
+    if request.choices.activations in ("host", "nvme"):
+        on_host = sum(waiting) if request.choices.activations == "host" else 4 * largest
+        waiting = [0] * len(waiting)
+    waiting = [size + (activity[number].saved if number in kept else 0) for number, size in enumerate(waiting)]
+    gradients = [
+        part.layout.gradient_bytes if number in resident else 0 for number, part in enumerate(request.parts.sliding)
+    ]
+    held = sum(waiting)
+    worst = held + head_bytes(request)
+    done = 0
+    for number in reversed(range(len(activity))):
+        unit = activity[number]
+        worst = max(worst, held + done + unit.peak - (unit.saved if number in kept else 0))
+        held -= waiting[number]
+        done += gradients[number]
+    if load.accumulate > 1:
+        worst = max(worst, sum(waiting) + head_bytes(request) + done)  # gradients of the micro-batch before stay
+    # Beside all that: the gradient of the residual stream and what the final norm keeps; elsewhere than on the device,
+    # boundaries pass through it, one used, one arriving.
+    return max(worst, done) + (4 if on_host else 2) * largest, on_host
+
+
+def head_bytes(request: Request) -> int:
+    """What the head and the loss hold beside hidden states: fused, a chunk of logits and an fp32 sum of the weight's
+    gradient; else logits, their fp32 copy, probabilities and gradient."""
+    if request.load is None or not request.vocabulary:
+        return 0
+    tokens, classes = request.load.tokens, request.vocabulary
+    if not request.choices.lazy_logits:
+        return 14 * tokens * classes
+    logits = 2 * tokens * classes
+    chunk = min(CHUNK_BYTES, logits // 2 if logits > SMALL_CHUNK_BYTES else logits)
+    return chunk + 4 * classes * request.hidden
+
+
+def head_operations(request: Request) -> float:
+    """Operations of the head's forward per micro-batch."""
+    return 2.0 * request.vocabulary * request.hidden * (request.load.tokens if request.load else 0)
+
+
+def _with_device_choices(request: Request) -> Terms:
+    """Where edges are updated, and how far ahead units are fetched: as far as memory allows."""
+    choices, budget = request.choices, request.gpu_budget
+    edges = sum(resident_bytes(part.specs, choices.moments) for part in request.parts.edges)
+    is_on_device = request.machine.has_gpu and edges_may_update_on_device(edges, budget)
+    terms = Terms(
+        update=choices.update,
+        accumulates=request.load is not None and request.load.accumulate > 1,
+        moments=choices.moments,
+        moment_bytes=choices.moment_bytes,
+        prefetch=2 if choices.prefetch is None else choices.prefetch,
+        spares=usual_spares(len(request.parts.sliding)),
+        edges_update_on_device=is_on_device,
+    )
+    if not request.machine.has_gpu:
+        return terms
+    # A batch that is not known yet gets its share; what it leaves free takes in units later.
+    activations = activation_bytes(request)[0] if request.load is not None else budget // UNKNOWN_BATCH_SHARE
+    depths = (2, 1, 0) if choices.prefetch is None else (choices.prefetch,)
+    for on_device in sorted({is_on_device, False}, reverse=True):
+        for depth in depths:
+            terms = replace(terms, prefetch=depth, edges_update_on_device=on_device)
+            if ledger_of(request.parts, terms).device + activations <= budget:
+                return terms
+    return terms
+
+
+def _with_host_choices(request: Request, terms: Terms) -> tuple[Terms, Spill | None]:
+    """Fewer gradient buffers in flight where memory is short; states on NVMe where it is not enough, or if asked."""
+    choices, parts = request.choices, request.parts
+    budget = request.host_budget - activation_bytes(request)[1]
+    if choices.optimizer_states != "nvme" and ledger_of(parts, terms).host <= budget:
+        return terms, None
+    may_spill = choices.optimizer_states == "nvme" or (
+        choices.optimizer_states == "auto" and request.machine.nvme_free > 0
+    )
+    fewer = replace(terms, spares=min(terms.spares, LEAST_SPARES))
+    if not may_spill:
+        return fewer, None
+    if choices.optimizer_states != "nvme" and ledger_of(parts, fewer).host <= budget:
+        return fewer, None
+    sizes = [state_bytes(part, terms) for part in parts.sliding]
+    edges = [] if terms.edges_update_on_device else [state_bytes(part, terms) for part in parts.edges]
+    nvme = request.machine.nvme_free
+    for candidate in (terms, fewer):
+        left = budget - (ledger_of(parts, candidate).host - sum(sizes) - sum(edges))
+        if choices.nvme_fraction is not None:
+            spill = spill_share(sizes, choices.nvme_fraction, left, nvme, edges=edges)
+        elif choices.optimizer_states == "nvme" and left >= sum(sizes) + sum(edges):
+            spill = spill_share(sizes, 1.0, left, nvme, edges=edges)  # asked for, not needed
+        else:
+            spill = spill_states(sizes, left, nvme, edges=edges)
+        if spill.fits:
+            break
+    return replace(candidate, spilled=frozenset(spill.units), staged=spill.staged), spill
+
+
+def _with_residents(request: Request, terms: Terms) -> tuple[Terms, frozenset[int]]:
+    """Units that move to the device after the first steps, as the engine does it."""
+    peak = ledger_of(request.parts, terms).device + activation_bytes(request)[0]
+    costs = _costs(request)
+    placed = place(costs, spare_device_bytes(request.gpu_budget, peak), recompute=request.choices.recompute)
+    return replace(terms, resident=frozenset(placed.resident)), frozenset(placed.kept_activations)
+
+
+def _costs(request: Request) -> Sequence[UnitCost]:
+    moments = request.choices.moments
+    return [
+        UnitCost(number, resident_bytes(part.specs, moments), unit.saved)
+        for number, (part, unit) in enumerate(zip(request.parts.sliding, request.activity, strict=True))
+    ]
+
+
+def _time(request: Request, terms: Terms, kept: frozenset[int]) -> StepTime | None:
+    if request.load is None or not request.activity:
+        return None
+    work = Work(request.load.tokens, request.load.accumulate, head_operations(request), kept)
+    return step_time(request.parts, request.activity, terms, work, request.machine.rates)

@@ -1,0 +1,216 @@
+"""If a plan does not fit: the smallest changes that would make it fit."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from ..config import keys
+from .activations import UnitActivity
+from .planner import MOMENT_BYTES, Choices, Plan, Request, make_plan
+
+MOST = 6
+"""Changes that are named."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One way to make a plan fit.
+
+    Attributes:
+        text: in words.
+        settings: keys of the configuration that it sets.
+        is_built: whether this version can do it.
+        request: with the change made.
+    """
+
+    text: str
+    settings: Mapping[str, object] = field(default_factory=dict)
+    is_built: bool = True
+    request: Request
+
+
+def smallest_changes(plan: Plan) -> list[Change]:
+    """Single changes that make ``plan`` fit, then, if no setting does it alone, pairs of settings; hardware last.
+
+    Changes that this version cannot make yet come after those that it can.
+    """
+    if not plan.shortages:
+        return []
+    settings = list(_settings(plan))
+    found = [change for change in settings if _fits(change)]
+    if not found:
+        found = list(_pairs(plan, settings))
+    found = sorted(found, key=lambda change: not change.is_built)
+    return [*found[: MOST - 1], *(change for change in [_hardware(plan)] if change is not None)]
+
+
+def scaled(activity: Sequence[UnitActivity], share: float) -> tuple[UnitActivity, ...]:
+    """The activity at a batch ``share`` times as large: everything grows with its tokens."""
+    return tuple(
+        unit._replace(
+            boundary=int(unit.boundary * share),
+            saved=int(unit.saved * share),
+            peak=int(unit.peak * share),
+            operations=unit.operations * share,
+        )
+        for unit in activity
+    )
+
+
+def _fits(change: Change) -> bool:
+    return not make_plan(change.request).shortages
+
+
+def _fits_gpu(request: Request) -> bool:
+    return "gpu" not in make_plan(request).shortages
+
+
+def is_built(*names: str) -> bool:
+    """Whether this version can do what these keys of the configuration ask for."""
+    built = {key.name for key in keys() if key.metadata["built"]}
+    return set(names) <= built
+
+
+def _settings(plan: Plan) -> Iterator[Change]:
+    """Changes of batch and configuration that could help, whether or not they suffice."""
+    request, choices, short = plan.request, plan.request.choices, plan.shortages
+    if "gpu" in short:
+        yield from _batches(request)
+        if not choices.lazy_logits:
+            yield _with(request, "lazy_logits", True, "fuse the head with the loss (lazy_logits: true)")
+        if choices.activations in ("auto", "gpu") and request.activity:
+            yield _with(request, "activations", "host", "keep the inputs of units in host memory (activations: host)")
+        if choices.prefetch not in (None, 0):
+            yield _with(request, "prefetch", 0, "fetch no units ahead (prefetch: 0)", value=0)
+    if "host" in short:
+        if choices.update == "exact":
+            text = "update during backward (update: immediate, which cannot clip by norm)"
+            yield _with(request, "update", "immediate", text)
+        if choices.optimizer_states == "host" and request.machine.nvme_free:
+            text = "keep optimizer states that do not fit on NVMe (optimizer_states: auto)"
+            yield _with(request, "optimizer_states", "auto", text)
+        for name, size in MOMENT_BYTES.items():
+            if size < choices.moment_bytes:
+                changed = replace(request, choices=replace(choices, moment_bytes=size))
+                yield Change(
+                    text=f"keep moments in {name} (state_dtype: {name})",
+                    settings={"state_dtype": name},
+                    is_built=is_built("state_dtype"),
+                    request=changed,
+                )
+    for tier, budget in (("gpu", choices.gpu_memory), ("host", choices.host_memory)):
+        if tier in short and budget is not None:
+            yield _cap(request, tier, budget + short[tier])
+    if "host" in short and not request.machine.nvme_free and choices.optimizer_states != "nvme":
+        changed = replace(
+            request,
+            machine=replace(request.machine, nvme_free=1 << 62),
+            choices=replace(choices, optimizer_states="auto"),
+        )
+        spilled = make_plan(changed).first.nvme_states
+        if spilled:
+            yield Change(
+                text=f"an NVMe folder with {gib(spilled)} for optimizer states (nvme_path)",
+                settings={"nvme_path": "FOLDER"},
+                is_built=is_built("nvme_path", "optimizer_states"),
+                request=changed,
+            )
+
+
+def _with(request: Request, key: str, setting: object, text: str, *, value: object = None) -> Change:
+    values: dict[str, object] = {key: setting if value is None else value}
+    choices: Choices = replace(request.choices, **values)  # type: ignore[arg-type]  # one key, of its own type
+    return Change(
+        text=text, settings={key: setting}, is_built=is_built(key), request=replace(request, choices=choices)
+    )  # fmt: skip
+
+
+def _cap(request: Request, tier: str, size: int) -> Change:
+    step = 1 << 28 if size > 1 << 30 else 1 << 20
+    size = -(-size // step) * step
+    key = f"{tier}_memory"
+    choices: Choices = replace(request.choices, **{key: size})  # type: ignore[arg-type]  # one of two int fields
+    return Change(
+        text=f"raise {key} to {gib(size)}", settings={key: size}, request=replace(request, choices=choices)
+    )  # fmt: skip
+
+
+def _batches(request: Request) -> Iterator[Change]:
+    """The largest smaller micro-batch that fits, with the tokens of a step kept by accumulation; else shorter ones."""
+    load = request.load
+    if load is None:
+        return
+    for count in range(load.sequences - 1, 0, -1):
+        if load.sequences % count == 0 or count == 1:
+            times = load.sequences // count
+            smaller = replace(load, sequences=count, accumulate=load.accumulate * times)
+            changed = replace(request, load=smaller, activity=scaled(request.activity, count / load.sequences))
+            if _fits_gpu(changed):
+                yield Change(text=f"micro-batches of {count}, {smaller.accumulate} per step", request=changed)
+                return
+    length = load.length
+    while length > 128:
+        length //= 2
+        share = length / load.length / load.sequences
+        changed = replace(
+            request,
+            load=replace(load, sequences=1, length=length, accumulate=load.accumulate * load.sequences),
+            activity=scaled(request.activity, share),
+        )
+        if _fits_gpu(changed):
+            yield Change(text=f"one sequence of {length} tokens per micro-batch", request=changed)
+            return
+
+
+def _pairs(plan: Plan, settings: Sequence[Change]) -> Iterator[Change]:
+    for first, second in itertools.combinations(settings, 2):
+        if set(first.settings) & set(second.settings):
+            continue
+        merged = _merge(plan.request, first.request, second.request)
+        change = Change(
+            text=f"{first.text}, and {second.text}",
+            settings={**first.settings, **second.settings},
+            is_built=first.is_built and second.is_built,
+            request=merged,
+        )
+        if _fits(change):
+            yield change
+
+
+def _merge(base: Request, first: Request, second: Request) -> Request:
+    def pick(owner: object, one: object, other: object, names: Sequence[str]) -> dict[str, object]:
+        return {
+            name: getattr(one, name) if getattr(one, name) != getattr(owner, name) else getattr(other, name)
+            for name in names
+        }
+
+    choices = pick(base.choices, first.choices, second.choices, list(Choices.__dataclass_fields__))
+    rest = pick(base, first, second, ("load", "activity", "machine"))
+    return replace(base, choices=Choices(**choices), **rest)  # type: ignore[arg-type]  # the same fields
+
+
+def _hardware(plan: Plan) -> Change | None:
+    """A larger machine; None where the machine would do and only a cap of the user's is in the way."""
+    request, machine, words = plan.request, plan.request.machine, []
+    choices = replace(request.choices, gpu_memory=None, host_memory=None)
+    short = replace(plan, request=replace(request, choices=choices)).shortages
+    if "gpu" in short:
+        words.append(f"{gib(machine.gpu_total + short['gpu'])} of GPU memory")
+        machine = replace(machine, gpu_free=machine.gpu_free + short["gpu"])
+    if "host" in short:
+        words.append(f"{gib(machine.host.total + short['host'])} of host memory")
+        machine = replace(machine, host=machine.host._replace(available=machine.host.available + short["host"]))
+    if "nvme" in short:
+        machine = replace(machine, nvme_free=machine.nvme_free + short["nvme"])
+        words.append(f"{gib(machine.nvme_free)} of NVMe")
+    if not words:
+        return None
+    changed = replace(request, machine=machine, choices=choices)
+    return Change(text=f"a machine with {' and '.join(words)}", request=changed)
+
+
+def gib(nbytes: float) -> str:
+    """Bytes in words."""
+    return f"{nbytes / 2**30:,.1f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:,.1f} MiB"

@@ -1,0 +1,115 @@
+"""How long a step takes: what each resource has to do, and how far they overlap (DESIGN 4.1, 7).
+
+The constants come from runs on an H200 (16 cores, PCIe 5): they are shares that the engine reaches of limits that are
+measured on the machine itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from .activations import UnitActivity
+from .ledger import Terms, spilled_parts, state_bytes
+from .partition import Part, Partition
+
+GEMM_SHARE = 0.82
+"""Operations per second of whole layers (norms, attention and element-wise work included) over those of one large
+matrix product. Measured with recompute counted: 0.78 at 3B with 8 sequences, 0.82 with 32, 0.87 at 8B."""
+HOST_SHARE = 0.85
+"""The CPU update's rate while the GPU copies both ways and the main thread runs, over its rate alone."""
+
+
+class Work(NamedTuple):
+    """A step's shape. ``tokens`` per micro-batch, ``micro_batches`` per step, ``head``: operations of head and loss
+    per micro-batch, forward only; ``kept``: numbers of units that skip recompute."""
+
+    tokens: int
+    micro_batches: int
+    head: float
+    kept: frozenset[int] = frozenset()
+
+
+class StepTime(NamedTuple):
+    """Seconds.
+
+    Attributes:
+        resources: what each of "compute", "h2d", "d2h", "host", "nvme" works; a rate that is not known is missing.
+        total: of a step.
+        bottleneck: the resource that sets it.
+        tokens_per_second: real tokens.
+    """
+
+    resources: Mapping[str, float]
+    total: float
+    bottleneck: str
+    tokens_per_second: float
+
+
+def step_time(
+    parts: Partition, activity: Sequence[UnitActivity], terms: Terms, work: Work, rates: Mapping[str, float]
+) -> StepTime | None:
+    """The prediction; None when a rate that it needs is not known."""
+    sliding = [part for number, part in enumerate(parts.sliding) if number not in terms.resident]
+    spilled = spilled_parts(parts, terms)
+    on_host = [*sliding, *(() if terms.edges_update_on_device else parts.edges)]
+    forward = sum(unit.operations for unit in activity) + work.head
+    again = sum(unit.operations for number, unit in enumerate(activity) if number not in work.kept)
+    weights = sum(part.layout.weight_bytes for part in sliding)
+    gradients = sum(part.layout.gradient_bytes for part in on_host)
+    held = sum(sorted((part.layout.weight_bytes for part in sliding), reverse=True)[: terms.prefetch + 2])
+    count = work.micro_batches
+    states = sum(state_bytes(part, terms) for part in spilled)
+    amounts = {
+        "compute": ((3 * forward + again) * count, rates.get("gemm", 0.0) * GEMM_SHARE),
+        # twice per micro-batch, but for what is still in its slot when the backward begins
+        "h2d": (count * (2 * weights - held) + (count - 1) * gradients, rates.get("h2d", 0.0)),
+        "d2h": (count * gradients, rates.get("d2h", 0.0)),
+        "host": (sum(update_bytes(part, terms) for part in on_host), rates.get("host", 0.0) * HOST_SHARE),
+    }
+    resources: dict[str, float] = {}
+    for name, (amount, rate) in amounts.items():
+        if amount and not rate:
+            return None
+        resources[name] = amount / rate if amount else 0.0
+    if states:
+        if not rates.get("nvme_read") or not rates.get("nvme_write"):
+            return None
+        # one drive serves both directions in turn
+        resources["nvme"] = states / rates["nvme_read"] + states / rates["nvme_write"]
+    return _combine(resources, forward, again, sliding, work, terms)
+
+
+def update_bytes(part: Part, terms: Terms) -> int:
+    """Bytes that the fused update of one unit reads and writes.
+
+    A bf16 model has 30 per parameter under ``exact``, where one pass commits the last step and predicts the next, and
+    26 under ``immediate``.
+    """
+    total = 0.0
+    for spec in part.specs:
+        if spec.is_trainable:
+            gradient, working = spec.dtype.itemsize, spec.working.itemsize
+            moments = 2 * terms.moments * terms.moment_bytes
+            gradients = 2 * gradient + working if terms.update == "exact" else gradient
+            total += spec.shape.numel() * (8 + moments + gradients)
+    return int(total)
+
+
+def _combine(
+    resources: dict[str, float], forward: float, again: float, sliding: Sequence[Part], work: Work, terms: Terms
+) -> StepTime:
+    count = work.micro_batches
+    compute = resources["compute"]
+    one_forward = compute / count * forward / (3 * forward + again) if forward else 0.0
+    # Updates begin with the last micro-batch's backward and end before the next forward reaches their units.
+    chains = {
+        **resources,
+        "host": compute * (count - 1) / count + one_forward + resources["host"] if resources["host"] else 0.0,
+    }
+    bottleneck = max(chains, key=lambda name: chains[name])
+    # The first unit's gradient comes last and its weights are needed first; nothing overlaps that but units ahead.
+    exposed = 0.0 if 0 in terms.resident or not sliding else 1.0 / len(sliding)
+    tail = exposed * sum(resources[name] / (count if name != "host" else 1) for name in ("d2h", "host"))
+    total = chains[bottleneck] + tail
+    return StepTime(resources, total, bottleneck, work.tokens * count / total if total else 0.0)

@@ -1,0 +1,68 @@
+"""A plan in words: one paragraph for the log, and the reasons of a refusal."""
+
+from __future__ import annotations
+
+from ..errors import PlanError
+from .planner import Plan
+from .remedies import gib, smallest_changes
+
+
+def paragraph(plan: Plan) -> str:
+    """What lives where and why, with the predicted peak of each tier."""
+    request, terms, ledger = plan.request, plan.terms, plan.first
+    parts = request.parts
+    count = len(parts.sliding)
+    edges = "on the device " + ("with their states" if terms.edges_update_on_device else "and their states on the host")
+    sentences = [
+        f"The plan: {count} units slide through {min(terms.prefetch + 2, count)} weight slots"
+        f" ({terms.prefetch} fetched ahead); {len(parts.edges)} edge units live {edges}."
+    ]
+    if request.machine.has_gpu:
+        known = plan.activations > 0
+        what = f"{gib(plan.activations)} of activations" if known else "activations, which the batch decides"
+        sentences.append(
+            f"GPU: {gib(ledger.device)} and {what}, of {gib(request.gpu_budget)}"
+            f"{_cap(request.choices.gpu_memory, 'gpu_memory')}; what stays free takes in units after two steps."
+        )
+    host = f"weights {gib(ledger.host_weights)}, states {gib(ledger.host_states)}, gradients"
+    sentences.append(
+        f"Host: {gib(plan.host)} ({host} {gib(ledger.host_gradients)}), of {gib(request.host_budget)}"
+        f" ({_host_limit(plan)})."
+    )
+    if terms.spilled:
+        sentences.append(
+            f"NVMe: {gib(ledger.nvme_states)}, the states of {len(terms.spilled)} units, since host memory holds no"
+            " more."
+        )
+    if plan.time is not None:
+        sentences.append(
+            f"A step should take {plan.time.total:.2f} s ({plan.time.tokens_per_second:,.0f} tokens/s); the limit is"
+            f" {plan.time.bottleneck}."
+        )
+    return " ".join(sentences)
+
+
+def shortage(plan: Plan) -> str:
+    """What lacks, in numbers."""
+    request = plan.request
+    needs = {"gpu": plan.device, "host": plan.host, "nvme": plan.first.nvme_states}
+    budgets = {"gpu": request.gpu_budget, "host": request.host_budget, "nvme": request.machine.nvme_free}
+    names = {"gpu": "GPU", "host": "host", "nvme": "NVMe"}
+    return "; ".join(
+        f"{names[tier]} memory: {gib(needs[tier])} needed, {gib(budgets[tier])} there" for tier in plan.shortages
+    )
+
+
+def refusal(plan: Plan, what: str, found: str, expected: str) -> PlanError:
+    """The error for a plan that cannot fit, with the smallest changes as its remedy."""
+    changes = [change.text for change in smallest_changes(plan) if change.is_built]
+    return PlanError(what, found=found, expected=expected, remedy="; or ".join(changes[:3]) or None)
+
+
+def _cap(cap: int | None, key: str) -> str:
+    return f" ({key})" if cap is not None else ""
+
+
+def _host_limit(plan: Plan) -> str:
+    cap = plan.request.choices.host_memory
+    return "host_memory" if cap == plan.request.host_budget else plan.request.machine.host.limited_by
