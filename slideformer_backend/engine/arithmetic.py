@@ -19,6 +19,8 @@ from ..optim.workers import WorkerPool
 from ..storage import Slab, numpy_view
 from .unit import Entry, ParamRecord
 
+_OnSlice = Callable[[slice], None]
+
 
 class Update(NamedTuple):
     """An update of ``elements`` elements from a gradient in a buffer: those of ``record``, and of the parameters that
@@ -53,8 +55,12 @@ class Arithmetic:
     """The kernels of the update rules applied to units, spread over the workers.
 
     Parameters that lie one after another and take the same update are worked on as one: a decoder layer is then one
-    slice per worker, and workers ask for the GIL, which the thread that issues kernels holds most of the time, rarely.
+    few slices per worker. The GIL is mostly held by the thread that issues device kernels, so what workers do in Python
+    is kept to cutting arrays that were made once.
     """
+
+    slices_per_worker = 2
+    """More even out workers that share a core with somebody; each costs a turn with the GIL."""
 
     def __init__(self, workers: WorkerPool) -> None:
         self._workers = workers
@@ -132,20 +138,19 @@ class Arithmetic:
                 jobs.append(partial(kernels.scale, array[part], record.gradient_kind, coefficient))
         self._workers.run(jobs)
 
-    def _run(self, kernel: Callable[..., None], items: Sequence[tuple[Update, ...]]) -> None:
-        jobs = [
-            partial(kernel, part, *item)
-            for item in _merged(items)
-            for part in self._cut(item[0].elements, item[0].elements)
-        ]
+    def _run(self, prepare: Callable[..., _OnSlice], items: Sequence[tuple[Update, ...]]) -> None:
+        jobs = []
+        for item in _merged(items):
+            on_slice, count = prepare(*item), item[0].elements
+            jobs += [partial(on_slice, part) for part in self._cut(count, count)]
         self._workers.run(jobs)
 
     def _slices(self, record: ParamRecord) -> Iterator[slice]:
         yield from self._cut(record.numel, record.unit.layout.state_elements)
 
     def _cut(self, count: int, whole: int) -> Iterator[slice]:
-        """Slices of ``count`` elements such that ``whole`` elements make one per worker."""
-        size = -(-whole // (BLOCK * self._workers.threads)) * BLOCK
+        """Slices of ``count`` elements such that ``whole`` elements make a few per worker."""
+        size = -(-whole // (BLOCK * self._workers.threads * self.slices_per_worker)) * BLOCK
         for start in range(0, count, size):
             yield slice(start, min(start + size, count))
 
@@ -180,57 +185,82 @@ def sequential_sum(partials: np.ndarray) -> float:
     return total
 
 
-def _arrays(item: Update, part: slice) -> tuple[np.ndarray, tuple[np.ndarray, ...], np.ndarray]:
-    record, count = item.record, item.elements
-    states = tuple(record.state_array(name, count)[part] for name in item.entry.states)
-    return record.state_array("master", count)[part], states, gradient_array(record, item.gradient, count)[part]
+class _Arrays(NamedTuple):
+    """What an update works on, whole."""
+
+    master: np.ndarray
+    states: tuple[np.ndarray, ...]
+    gradient: np.ndarray
+
+    @classmethod
+    def of(cls, item: Update) -> _Arrays:
+        record, count = item.record, item.elements
+        states = tuple(record.state_array(name, count) for name in item.entry.states)
+        return cls(record.state_array("master", count), states, gradient_array(record, item.gradient, count))
+
+    def cut(self, part: slice) -> _Arrays:
+        return _Arrays(self.master[part], tuple(state[part] for state in self.states), self.gradient[part])
 
 
-def _commit(part: slice, item: Update) -> None:
-    master, states, gradient = _arrays(item, part)
-    rule, _, scalars, coefficient = item.entry
-    kernels.commit(rule, master, states, gradient, item.record.gradient_kind, coefficient, scalars)
+def _commit(item: Update) -> _OnSlice:
+    arrays, (rule, _, scalars, coefficient), kind = _Arrays.of(item), item.entry, item.record.gradient_kind
+
+    def on_slice(part: slice) -> None:
+        kernels.commit(rule, *arrays.cut(part), kind, coefficient, scalars)
+
+    return on_slice
 
 
-def _peek(part: slice, item: Update) -> None:
-    master, states, gradient = _arrays(item, part)
-    rule, _, scalars, coefficient = item.entry
+def _peek(item: Update) -> _OnSlice:
     record = item.record
-    weights = record.weight_array(item.elements)[part]
-    kernels.peek(
-        rule, master, states, gradient, record.gradient_kind, coefficient, scalars, weights, record.weight_kind
-    )
+    arrays, (rule, _, scalars, coefficient) = _Arrays.of(item), item.entry
+    weights, kind, weight_kind = record.weight_array(item.elements), record.gradient_kind, record.weight_kind
+
+    def on_slice(part: slice) -> None:
+        kernels.peek(rule, *arrays.cut(part), kind, coefficient, scalars, weights[part], weight_kind)
+
+    return on_slice
 
 
-def _advance(part: slice, old: Update, new: Update) -> None:
+def _advance(old: Update, new: Update) -> _OnSlice:
     record = old.record
     if old.entry.rule is not new.entry.rule or old.entry.states != new.entry.states:
-        _commit(part, old)
-        _peek(part, new)
-        return
-    master, states, logged = _arrays(old, part)
-    arrived = gradient_array(record, new.gradient, new.elements)[part]
-    kernels.advance(
-        old.entry.rule,
-        master,
-        states,
-        Pending(logged, record.gradient_kind, old.entry.coefficient, old.entry.scalars),
-        Pending(arrived, record.gradient_kind, new.entry.coefficient, new.entry.scalars),
-        record.weight_array(old.elements)[part],
-        record.weight_kind,
-    )
+        commit, peek = _commit(old), _peek(new)
+
+        def one_after_the_other(part: slice) -> None:
+            commit(part)
+            peek(part)
+
+        return one_after_the_other
+    arrays = _Arrays.of(old)
+    arrived = gradient_array(record, new.gradient, new.elements)
+    weights, kind, weight_kind = record.weight_array(old.elements), record.gradient_kind, record.weight_kind
+
+    def on_slice(part: slice) -> None:
+        master, states, logged = arrays.cut(part)
+        before = Pending(logged, kind, old.entry.coefficient, old.entry.scalars)
+        after = Pending(arrived[part], kind, new.entry.coefficient, new.entry.scalars)
+        kernels.advance(old.entry.rule, master, states, before, after, weights[part], weight_kind)
+
+    return on_slice
 
 
-def _update(part: slice, item: Update) -> None:
+def _update(item: Update) -> _OnSlice:
     record, count = item.record, item.elements
     rule, names, scalars, coefficient = item.entry
-    gradient = gradient_array(record, item.gradient, count)[part]
-    states = tuple(record.state_array(name, count)[part] for name in names)
-    weights = record.weight_array(count)[part]
-    kind = record.gradient_kind
-    if "low" in record.unit.states:
-        low = low_array(record, count)[part]
-        kernels.update_split(rule, weights, low, states, gradient, kind, coefficient, scalars)
-        return
-    master = record.state_array("master", count)[part] if "master" in record.unit.states else weights
-    kernels.update(rule, master, states, gradient, kind, coefficient, scalars, weights, record.weight_kind)
+    gradient, kind = gradient_array(record, item.gradient, count), record.gradient_kind
+    states = tuple(record.state_array(name, count) for name in names)
+    weights, weight_kind = record.weight_array(count), record.weight_kind
+    low = low_array(record, count) if "low" in record.unit.states else None
+    master = record.state_array("master", count) if "master" in record.unit.states else weights
+
+    def on_slice(part: slice) -> None:
+        cut = tuple(state[part] for state in states)
+        if low is not None:
+            kernels.update_split(rule, weights[part], low[part], cut, gradient[part], kind, coefficient, scalars)
+            return
+        target = weights[part]
+        own = target if master is weights else master[part]
+        kernels.update(rule, own, cut, gradient[part], kind, coefficient, scalars, target, weight_kind)
+
+    return on_slice
