@@ -9,6 +9,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from slideformer_backend.kernels import twins
+from slideformer_backend.kernels.column_sum import column_sum
 from slideformer_backend.kernels.runtime import on_device_of, processors, runs_triton, tl, triton
 
 __all__ = [
@@ -22,14 +23,17 @@ __all__ = [
 ]
 
 _WIDEST = 65536
+_PIPELINE_BYTES = 1 << 16  # of shared memory, for rows that are loaded ahead
 
 
 class NormConfig(NamedTuple):
-    """Rows that one program holds at a time, warps per program, programs per multiprocessor (backward)."""
+    """Rows that one program holds at a time, warps per program; for backward also programs per multiprocessor and how
+    many groups of rows are loaded ahead of the one that is used, plus one."""
 
     rows: int
     warps: int
     programs: int = 1
+    stages: int = 1
 
 
 @triton.jit
@@ -92,9 +96,13 @@ def rms_norm_backward_kernel(
     WRITE_DX: tl.constexpr,
     WRITE_DWEIGHT: tl.constexpr,
     ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Persistent programs, each over every num_programs-th group of ROWS rows; ``dweight`` is [programs, columns]."""
+    """Persistent programs, each over every num_programs-th group of ROWS rows; ``dweight`` is [programs, columns].
+
+    With STAGES above 1 the loads of the next rows are under way while a row is reduced.
+    """
     column = tl.arange(0, BLOCK)[None, :]
     has_column = column < columns
     lane = tl.arange(0, ROWS)
@@ -104,13 +112,16 @@ def rms_norm_backward_kernel(
     if HAS_WEIGHT:
         scale = tl.load(weight_ptr + column, mask=has_column, other=0.0).to(tl.float32) + offset
     dweight = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
-    for begin in range(program * ROWS, rows, step):
+    line = program * ROWS + lane
+    following = tl.load(rstd_ptr + line, mask=line < rows, other=0.0)
+    for begin in tl.range(program * ROWS, rows, step, num_stages=STAGES):
         line = begin + lane
         row = line.to(tl.int64)[:, None]
         inside = (row < rows) & has_column
         x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + row * dy_stride + column, mask=inside, other=0.0).to(tl.float32)
-        rstd = tl.load(rstd_ptr + line, mask=line < rows, other=0.0)[:, None]
+        rstd = following[:, None]
+        following = tl.load(rstd_ptr + line + step, mask=line + step < rows, other=0.0)
         normal = x * rstd
         if WRITE_DWEIGHT:
             dweight += dy * normal
@@ -133,11 +144,22 @@ def forward_config(columns: int) -> NormConfig:
     return NormConfig(rows, warps=max(1, min(16, rows * block // 512)))
 
 
-def backward_config(columns: int) -> NormConfig:
-    """As in forward, with enough programs to fill the device and few enough that the sums they leave stay small."""
+def backward_config(columns: int, row_bytes: int) -> NormConfig:
+    """As in forward, with programs that stay on the device all the time.
+
+    Their number must not be more than the registers of a multiprocessor hold at once: those that wait would run alone
+    at the end. 16 elements per thread take 80 to 100 registers, so that 2 programs of 8 warps fit everywhere; loading
+    two rows ahead keeps memory busy with so few.
+
+    Args:
+        columns: of a row.
+        row_bytes: what is loaded per row.
+    """
     block = triton.next_power_of_2(columns)
     rows = max(1, min(16, 2048 // block))
-    return NormConfig(rows, warps=max(1, min(16, rows * block // 512)), programs=4)
+    warps = max(1, min(16, rows * block // 512))
+    ahead = min(2, _PIPELINE_BYTES // max(1, rows * row_bytes))
+    return NormConfig(rows, warps, programs=max(1, 16 // warps), stages=1 + ahead)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -232,7 +254,8 @@ def launch_backward(
     dx = torch.empty(rows, columns, dtype=x.dtype, device=x.device) if wants_dx else None
     if rows == 0 or columns == 0:
         return dx, torch.zeros_like(weight) if wants_dweight and weight is not None else None
-    config = config or backward_config(columns)
+    block = triton.next_power_of_2(columns)
+    config = config or backward_config(columns, block * x.element_size() * (2 if dsum is None else 3))
     dy = _rows(dy)
     dsum = None if dsum is None else _rows(dsum)
     programs = min(triton.cdiv(rows, config.rows), processors(x) * config.programs)
@@ -257,10 +280,11 @@ def launch_backward(
             WRITE_DX=wants_dx,
             WRITE_DWEIGHT=wants_dweight,
             ROWS=config.rows,
-            BLOCK=triton.next_power_of_2(columns),
+            STAGES=config.stages,
+            BLOCK=block,
             num_warps=config.warps,
         )
-    return dx, partial.sum(0).to(weight.dtype) if wants_dweight and weight is not None else None
+    return dx, column_sum(partial, weight.dtype) if wants_dweight and weight is not None else None
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:

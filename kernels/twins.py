@@ -70,6 +70,11 @@ def scaled_cast(source: torch.Tensor, factor: torch.Tensor, target: torch.Tensor
     return target.copy_(source.float() * factor.float())
 
 
+def column_sum(source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """See :func:`slideformer_backend.kernels.column_sum.column_sum`."""
+    return source.sum(0).to(dtype)
+
+
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6, offset: float = 0.0
 ) -> torch.Tensor:

@@ -132,7 +132,7 @@ def norm(bench: Bench) -> None:
         best(
             bench,
             f"RMSNorm {width} backward",
-            [NormConfig(*shape, programs) for shape in shapes for programs in (1, 2, 4, 8)],
+            [NormConfig(*s, programs, stages) for s in shapes for programs in (1, 2, 3, 4) for stages in (1, 2, 3, 4)],
             partial(_norm_backward, sets, weight, rstd),
             3 * sets[0][0].nbytes,
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import copy
 import logging
 import sys
@@ -14,47 +13,35 @@ from torch import nn
 from torch.nn import functional as F
 
 from slideformer_backend.api import attach
-from slideformer_backend.config import KERNELS, SlideFormerConfig
+from slideformer_backend.config import KERNELS
 from slideformer_backend.integrations import kernel_swap, swap_gated, swap_norm, swap_rotary
 from slideformer_backend.kernels import gated, rms_norm, rotary
+from tests.kernels.families import make, managed
 from tests.kernels.truth import DEVICE, error
-from tests.parity.models import batch, hugging_face, llama
+from tests.parity.models import batch, llama
 from tests.tolerances import KERNELS as TOLERANCE
 
-# family: (options, layers swapped per kernel), of three blocks
-FAMILIES = {
-    "Llama": ({}, (7, 3, 3)),
-    "Qwen3": ({"head_dim": 16}, (13, 3, 3)),
-    "Gemma": ({"head_dim": 16}, (7, 3, 3)),
-    "Gemma2": ({"head_dim": 16}, (13, 3, 3)),
-    "Gemma3": ({"head_dim": 16}, (19, 3, 3)),
-    "Phi3": ({}, (7, 3, 3)),
-    "Phi": ({}, (0, 0, 3)),
-    "GPTNeoX": ({}, (0, 0, 3)),
-    "StableLm": ({}, (0, 3, 3)),
-    "Cohere": ({}, (0, 3, 3)),
-    "Glm4": ({"head_dim": 16}, (13, 3, 3)),
-    "Olmo2": ({}, (13, 3, 3)),
-    "Mixtral": ({"num_local_experts": 4}, (7, 3, 3)),
-    "Qwen2Moe": ({"num_experts": 4}, (7, 6, 3)),
-    "GptOss": ({"num_local_experts": 4, "head_dim": 16}, (7, 0, 0)),
-    "NanoChat": ({}, (13, 0, 0)),
-    "GPT2": ({"suffix": "LMHeadModel", "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}, (0, 0, 0)),
+# layers swapped per kernel, of three blocks
+COUNTS = {
+    "Llama": (7, 3, 3),
+    "Qwen3": (13, 3, 3),
+    "Gemma": (7, 3, 3),
+    "Gemma2": (13, 3, 3),
+    "Gemma3": (19, 3, 3),
+    "Phi3": (7, 3, 3),
+    "Phi": (0, 0, 3),
+    "GPTNeoX": (0, 0, 3),
+    "StableLm": (0, 3, 3),
+    "Cohere": (0, 3, 3),
+    "Glm4": (13, 3, 3),
+    "Olmo2": (13, 3, 3),
+    "Mixtral": (7, 3, 3),
+    "Qwen2Moe": (7, 6, 3),
+    "GptOss": (7, 0, 0),
+    "NanoChat": (13, 0, 0),
+    "GPT2": (0, 0, 0),
 }
 KINDS = {"NormForward": "rms_norm", "GatedForward": "gated", "ExpertGate": "gated", "AttentionForward": "rotary"}
-
-
-def make(family, dtype=torch.float32):
-    import transformers
-
-    options = FAMILIES[family][0]
-    if family == "Gemma3":
-        from tests.parity.models import _SMALL
-
-        config = transformers.Gemma3TextConfig(**_SMALL, **options)
-        config._attn_implementation = "eager"
-        return transformers.Gemma3ForCausalLM(config).to(dtype).train()
-    return hugging_face(family, dtype, **options)
 
 
 @pytest.fixture
@@ -68,16 +55,6 @@ def _twins(request, monkeypatch):
     if DEVICE.type == "cpu" and "interpreted" not in request.fixturenames:
         for module in (rms_norm, gated, rotary):
             monkeypatch.setattr(module, "runs_triton", lambda tensor: False)
-
-
-@contextlib.contextmanager
-def managed(model, *names, autocast=None):
-    """An engine with these kernels (all without names), detached at the end."""
-    engine = attach(model, SlideFormerConfig(kernels=names or KERNELS), device=DEVICE, autocast_dtype=autocast)
-    try:
-        yield kernel_swap.install(engine, autocast)
-    finally:
-        engine.detach()
 
 
 def results(model, ids, autocast=None):
@@ -98,16 +75,16 @@ def gradient_error(found, truth):
 
 
 @pytest.mark.filterwarnings("ignore:`loss_type=None`")
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", COUNTS)
 def test_families(family):
     """What is recognised, and that a step gives the plain model's loss and gradients."""
     torch.manual_seed(0)
     model = make(family)
     ids = batch(0, device=DEVICE)
     plain = results(copy.deepcopy(model).to(DEVICE), ids)
-    with managed(model) as handles:
+    with managed(model) as (_, handles):
         counts = collections.Counter(KINDS[type(handle).__name__] for handle in handles)
-        assert tuple(counts[name] for name in KERNELS) == FAMILIES[family][1]
+        assert tuple(counts[name] for name in KERNELS) == COUNTS[family]
         found = results(model, ids)
     torch.testing.assert_close(found[0], plain[0], rtol=1e-6, atol=1e-6)
     assert gradient_error(found, plain) < 1e-5
@@ -251,7 +228,7 @@ class Odd(nn.Module):
 
 def test_such_layers_keep_their_code_and_a_line_says_so(caplog):
     caplog.set_level(logging.INFO)
-    with managed(Odd()) as handles:
+    with managed(Odd()) as (_, handles):
         assert handles == []
     text = caplog.text
     assert "layers.0.0, and all layers like it, keep their own code" in text
@@ -360,7 +337,7 @@ def test_ligers_layers_are_left_alone(caplog):
         model = make("Llama")
         put_in(model)
         try:
-            with managed(model) as handles:
+            with managed(model) as (_, handles):
                 assert handles == [], put_in.__name__
         finally:
             module.apply_rotary_pos_emb = before
@@ -370,7 +347,7 @@ def test_ligers_layers_are_left_alone(caplog):
 def test_forwards_that_somebody_replaced_are_left_alone():
     model = make("Llama")
     model.model.norm.forward = lambda x: x
-    with managed(model, "rms_norm") as handles:
+    with managed(model, "rms_norm") as (_, handles):
         assert len(handles) == 6
     assert model.model.norm.forward(3) == 3
 
@@ -405,9 +382,9 @@ def test_lora_and_checkpointing():
     model.base_model.model.activation_checkpointing_enable()
     ids = batch(0, device=DEVICE)
     plain = results(copy.deepcopy(model).to(DEVICE), ids)
-    with managed(model) as handles:
+    with managed(model) as (_, handles):
         counts = collections.Counter(KINDS[type(handle).__name__] for handle in handles)
-        assert tuple(counts[name] for name in KERNELS) == FAMILIES["Llama"][1]
+        assert tuple(counts[name] for name in KERNELS) == COUNTS["Llama"]
         found = results(model, ids)
     assert len(found) == len(plain)
     assert gradient_error(found, plain) < 1e-5
@@ -425,7 +402,7 @@ def test_compiled_layers_are_traced_in_their_own_code():
     from torch._dynamo.testing import CompileCounter
 
     counter = CompileCounter()
-    with managed(model) as handles:
+    with managed(model) as (_, handles):
         assert handles
         for layer in model.model.layers:
             layer.mlp.compile(backend=counter, fullgraph=True)

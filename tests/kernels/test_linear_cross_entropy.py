@@ -388,6 +388,9 @@ def test_chunk_size(monkeypatch):
     cpu = torch.device("cpu")
     assert chunks.chunk_tokens(10_000, 1024, cpu) == 1024
     assert chunks.chunk_tokens(10_000, 1000, cpu) == 1024
+    assert chunks.chunk_tokens(1500, 1024, cpu) == 768, "two equal chunks"
+    assert chunks.chunk_tokens(10_000, 1024, cpu, spare=1 << 19) == 1536, "room that is needed later"
+    assert chunks.chunk_tokens(10_000, 1024, cpu, spare=1 << 30) == 2048, "but not more than as much again"
     assert chunks.chunk_tokens(100, 1024, cpu) == 100
     assert chunks.chunk_tokens(100, 1 << 21, cpu) == 1, "a row larger than the budget still goes, alone"
     monkeypatch.setattr(chunks, "_SMALL_BYTES", 1 << 10)

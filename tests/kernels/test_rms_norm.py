@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from slideformer_backend.kernels import rms_norm as module
+from slideformer_backend.kernels.column_sum import column_sum
 from slideformer_backend.kernels.rms_norm import NormConfig, rms_norm, rms_norm_add
 from tests.kernels.truth import DEVICE, check
 
@@ -113,10 +114,28 @@ def test_strides():
         torch.testing.assert_close(found.grad, plain.grad)
 
 
-@pytest.mark.parametrize("config", [NormConfig(1, 1, 1), NormConfig(4, 2, 3)], ids=str)
+@pytest.mark.parametrize("columns", [1, 64, 1000, 3072, 4096, 30000, 65536])
+@pytest.mark.parametrize("size", [2, 4])
+def test_what_is_loaded_ahead_fits_into_shared_memory(columns, size):
+    power = 1 << (columns - 1).bit_length()
+    config = module.backward_config(columns, 3 * power * size)
+    assert (config.stages - 1) * config.rows * 3 * power * size <= 1 << 16
+    assert config.programs * config.warps == 16
+    assert (config.stages > 1) == (power * config.rows * size <= (1 << 16) // 3)
+
+
+@pytest.mark.parametrize("columns", [1, 33, 100])
+@pytest.mark.parametrize("rows", [1, 63, 130])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_column_sum(rows, columns, dtype):
+    source = torch.randn(rows, columns, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    check("sum", column_sum(source, dtype), source.sum(0).to(dtype), source.double().sum(0))
+
+
+@pytest.mark.parametrize("config", [NormConfig(1, 1, 1), NormConfig(4, 2, 3), NormConfig(2, 4, 1, stages=3)], ids=str)
 def test_configurations(config, monkeypatch):
-    monkeypatch.setattr(module, "forward_config", lambda columns: config)
-    monkeypatch.setattr(module, "backward_config", lambda columns: config)
+    monkeypatch.setattr(module, "forward_config", lambda columns, *_: config)
+    monkeypatch.setattr(module, "backward_config", lambda columns, *_: config)
     compare(inputs((23, 40), torch.float32, residual=True), gemma)
 
 
