@@ -187,17 +187,14 @@ def wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
             )
         from slideformer_backend.checkpoint import restore_random_states, unpack
 
-        # Without optimizers and the like the original loads the weights, and finds no random states of its own.
-        result = original(
-            input_dir, models, [], [], [], process_index, None, map_location, load_kwargs, **load_model_func_kwargs
-        )
+        _load_weights(Path(input_dir), models, **load_model_func_kwargs)
         load_optimizers(Path(input_dir), models, optimizers)
         load_rest(state, schedulers, scaler)
         for loader, saved in zip(dataloaders, state["dataloaders"], strict=False):
             if saved is not None and getattr(loader, "use_stateful_dataloader", False):
                 loader.load_state_dict(unpack(saved))
         restore_random_states(state["random"])
-        return {**result, "step": state["step"]}
+        return {"step": state["step"]}
 
     return load_accelerator_state
 
@@ -248,6 +245,19 @@ def _save_weights(
             save(state, folder / f"pytorch_model{ending}.bin", safe_serialization=False)
     for model in models[:1]:
         _save_description(model, folder)
+
+
+def _load_weights(folder: Path, models: Sequence[torch.nn.Module], **options: Any) -> None:
+    from accelerate.utils import load
+    from safetensors.torch import load_model
+
+    for number, model in enumerate(models):
+        ending = f"_{number}" if number else ""
+        file = folder / f"model{ending}.safetensors"
+        if file.exists():
+            load_model(model, file, **options)  # the file's pages, parameter by parameter
+        else:  # the script saved with safe_serialization=False
+            model.load_state_dict(load(folder / f"pytorch_model{ending}.bin", map_location="cpu"), **options)
 
 
 def _untied(models: Sequence[torch.nn.Module], number: int, state: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -201,7 +201,7 @@ def patches() -> tuple[Patch, ...]:
         "_load_rng_state": wrap_load_random,
     }
     return (
-        Patch(_UTILS, "get_last_checkpoint", wrap_last, purpose, ("folder",)),
-        Patch(_UTILS, "rotate_checkpoints", wrap_rotate, purpose, ("output_dir",)),
+        *(Patch(module, "get_last_checkpoint", wrap_last, purpose, ("folder",)) for module in (_UTILS, _TRAINER)),
+        *(Patch(module, "rotate_checkpoints", wrap_rotate, purpose, ("output_dir",)) for module in (_UTILS, _TRAINER)),
         *(Patch(_TRAINER, f"Trainer.{name}", wrap, purpose) for name, wrap in methods.items()),
     )
