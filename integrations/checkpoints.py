@@ -42,13 +42,9 @@ def managing(models: Iterable[object]) -> list[Engine]:
 @contextlib.contextmanager
 def written_in_place(models: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Inside, the state dicts of ``models`` are the host memory itself, and ``save_accelerator_state`` is ours."""
-    from slideformer_backend.checkpoint import borrowed_state
-
     token = _models.set(models)
     try:
-        with contextlib.ExitStack() as stack:
-            for engine in managing(models):
-                stack.enter_context(borrowed_state(engine))
+        with _borrowed(models):
             yield
     finally:
         _models.reset(token)
@@ -187,7 +183,8 @@ def wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
             )
         from slideformer_backend.checkpoint import restore_random_states, unpack
 
-        _load_weights(Path(input_dir), models, **load_model_func_kwargs)
+        with _borrowed(models):  # the loader looks at a state dict first
+            _load_weights(Path(input_dir), models, **load_model_func_kwargs)
         load_optimizers(Path(input_dir), models, optimizers)
         load_rest(state, schedulers, scaler)
         for loader, saved in zip(dataloaders, state["dataloaders"], strict=False):
@@ -227,6 +224,18 @@ def rotate(folder: Path, limit: int | None) -> None:
 def _automatic(folder: Path) -> list[Path]:
     found = [(int(match[1]), path) for path in folder.glob("checkpoint_*") if (match := _AUTOMATIC.match(path.name))]
     return [path for _, path in sorted(found)]
+
+
+@contextlib.contextmanager
+def _borrowed(models: Sequence[torch.nn.Module]) -> Iterator[None]:
+    engines = managing(models)
+    with contextlib.ExitStack() as stack:
+        if engines:
+            from slideformer_backend.checkpoint import borrowed_state
+
+            for engine in engines:
+                stack.enter_context(borrowed_state(engine))
+        yield
 
 
 def _save_weights(
