@@ -211,8 +211,9 @@ def newest(folder: Path) -> Path | None:
 
 def rotate(folder: Path, limit: int | None) -> None:
     """Delete the oldest checkpoints beyond ``limit``, never the newest complete one, and all incomplete ones."""
-    from slideformer_backend.storage.directory import discard, is_complete
+    from slideformer_backend.storage.directory import discard, is_complete, sweep
 
+    sweep(folder, "checkpoint_")
     checkpoints = _automatic(folder)
     complete = [path for path in checkpoints if is_complete(path)]
     kept = complete if limit is None else complete[-max(limit, 1) :]

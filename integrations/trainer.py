@@ -151,9 +151,10 @@ def wrap_rotate(original: Callable[..., Any]) -> Callable[..., Any]:
     def rotate_checkpoints(output_dir: str, *args: Any, **kwargs: Any) -> Any:
         current = _writing.get()
         if current is not None:
-            from slideformer_backend.storage.directory import discard
+            from slideformer_backend.storage.directory import discard, sweep
 
             _complete(current)
+            sweep(Path(output_dir), _PREFIX)
             for folder in _numbered(Path(output_dir)):
                 if _is_incomplete(folder):
                     discard(folder)

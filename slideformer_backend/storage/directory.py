@@ -150,6 +150,13 @@ def discard(folder: Path) -> None:
     shutil.rmtree(gone, ignore_errors=True)
 
 
+def sweep(folder: Path, prefix: str) -> None:
+    """Delete what interrupted saves and deletions of checkpoints ``prefix...`` have left in ``folder``."""
+    for path in folder.glob(f".{prefix}*"):
+        if path.suffix in (".new", ".saving", ".deleted"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
 def _publish(aside: Path, folder: Path) -> None:
     if not folder.exists():
         aside.rename(folder)
