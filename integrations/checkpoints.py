@@ -145,7 +145,9 @@ def wrap_save(original: Callable[..., Any]) -> Callable[..., Any]:
         _save_weights(folder, models, model_states, safe_serialization)
         stateful = [getattr(item, "use_stateful_dataloader", False) for item in dataloaders]
         loaders = [item.state_dict() if own else None for item, own in zip(dataloaders, stateful, strict=True)]
-        save_training_state(folder, models, optimizers, schedulers, scaler, step=step, dataloaders=loaders)
+        save_training_state(
+            folder, models, optimizers, schedulers, scaler, weights="module", step=step, dataloaders=loaders
+        )
         return folder
 
     return save_accelerator_state

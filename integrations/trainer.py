@@ -52,7 +52,10 @@ def wrap_save_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
         if not checkpoints.managing([self.model]):
             return original(self, output_dir)
         scaler = getattr(self.accelerator, "scaler", None)
-        checkpoints.save_training_state(Path(output_dir), [self.model], [self.optimizer], [self.lr_scheduler], scaler)
+        folder, schedulers = Path(output_dir), [self.lr_scheduler]
+        checkpoints.save_training_state(
+            folder, [self.model], [self.optimizer], schedulers, scaler, weights="pretrained"
+        )
 
     return _save_optimizer_and_scheduler
 

@@ -1,11 +1,12 @@
 """State in and out: model state dicts that keep every tensor, optimizer states that keep every bit."""
 
-from .model_state import borrowed_state, install_state_hooks
+from .model_state import alias, borrowed_state, install_state_hooks
 from .optimizer_files import load_optimizer, save_optimizer
 from .optimizer_state import install_optimizer_hooks
 from .values import pack, random_states, restore_random_states, unpack
 
 __all__ = [
+    "alias",
     "borrowed_state",
     "install_optimizer_hooks",
     "install_state_hooks",
