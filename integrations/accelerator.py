@@ -24,7 +24,7 @@ from slideformer_backend.errors import ConfigError, UnsupportedError
 from slideformer_backend.integrations import checkpoints, hooks, placement, quantised
 from slideformer_backend.integrations import optimizer as optimizers
 from slideformer_backend.integrations.session import session
-from slideformer_backend.integrations.status import Status
+from slideformer_backend.integrations.status import Status, StatusTracker
 
 if TYPE_CHECKING:
     from slideformer_backend.api import Engine
@@ -73,7 +73,7 @@ class SlideFormerAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate i
         """A real ``AcceleratedOptimizer`` over the user's own object, whose step the engine makes."""
         # Bound first: with a gradient scaler, the wrapper remembers the step method that it finds.
         optimizers.bind(optimizer)
-        self.slideformer_status.watch_optimizer(optimizer)
+        self.slideformer_status.watch_optimizer(optimizer, optimizers.engines_of(optimizer))
         prepared = super().prepare_optimizer(optimizer, device_placement=False)
         if type(prepared) is AcceleratedOptimizer:
             prepared.__class__ = optimizers.SlideFormerOptimizer
@@ -93,6 +93,12 @@ class SlideFormerAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate i
         """As ever; the status line is one more tracker."""
         super().init_trackers(project_name, config, init_kwargs)
         self.slideformer_status.join_trackers(self, config)
+
+    def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
+        """As ever, with our figures (``slideformer/...``) beside the script's."""
+        if any(not isinstance(tracker, StatusTracker) for tracker in self.trackers):
+            values = {**values, **self.slideformer_status.figures()}
+        super().log(values, step=step, log_kwargs=log_kwargs or {})
 
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2

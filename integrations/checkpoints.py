@@ -295,11 +295,12 @@ def _save_description(model: Any, folder: Path) -> None:
         model.save_pretrained(folder / "adapter")
         return
     for name in ("config", "generation_config"):
-        part = getattr(model, name, None)
-        if hasattr(part, "save_pretrained"):
-            if name == "config" and not part.architectures:
-                part.architectures = [type(model).__name__]
-            part.save_pretrained(folder)
+        part: Any = getattr(model, name, None)
+        if not hasattr(part, "save_pretrained"):
+            continue
+        if name == "config" and not part.architectures:
+            part.architectures = [type(model).__name__]
+        part.save_pretrained(folder)
 
 
 def patches() -> tuple[Patch, ...]:

@@ -1,4 +1,4 @@
-"""``Trainer``'s checkpoints: states streamed, a manifest last, and only complete ones resumed from or counted."""
+"""``Trainer``: our figures in its logs; checkpoints that are complete or do not count, and resume from those."""
 
 from __future__ import annotations
 
@@ -166,6 +166,19 @@ def wrap_rotate(original: Callable[..., Any]) -> Callable[..., Any]:
     return rotate_checkpoints
 
 
+def wrap_log(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``Trainer.log``: our figures beside those of a training step."""
+
+    @functools.wraps(original)
+    def log(self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
+        status = getattr(self.accelerator, "slideformer_status", None)
+        if status is not None and "loss" in logs and checkpoints.managing([self.model]):
+            logs = {**logs, **status.figures()}
+        return original(self, logs, *args, **kwargs)
+
+    return log
+
+
 def _complete(folder: Path) -> None:
     from slideformer_backend.storage.directory import seal
 
@@ -207,5 +220,6 @@ def patches() -> tuple[Patch, ...]:
     return (
         *(Patch(module, "get_last_checkpoint", wrap_last, purpose, ("folder",)) for module in (_UTILS, _TRAINER)),
         *(Patch(module, "rotate_checkpoints", wrap_rotate, purpose, ("output_dir",)) for module in (_UTILS, _TRAINER)),
+        Patch(_TRAINER, "Trainer.log", wrap_log, "logging SlideFormer's figures", ("logs",)),
         *(Patch(_TRAINER, f"Trainer.{name}", wrap, purpose) for name, wrap in methods.items()),
     )

@@ -106,11 +106,11 @@ def load_states(record: ParamRecord, state: Mapping[str, Any], names: tuple[str,
             reconcile(on_device, shown, half_up=unit.rounds_half_up)
         return
     flat = np.ascontiguousarray(master.detach().to("cpu", torch.float32).reshape(-1).numpy())
-    weights = record.weight_view(unit.weights.flat).view(-1)
-    if _settle_ties(torch.from_numpy(flat), weights, half_up=unit.rounds_half_up):
+    working = record.weight_view(unit.weights.flat).view(-1)
+    if _settle_ties(torch.from_numpy(flat), working, half_up=unit.rounds_half_up):
         unit.content += 1
         if unit.is_resident:
-            shown.copy_(weights)
+            shown.copy_(working)
     if LOW in unit.states:
         weights = record.weight_array()
         high = np.empty_like(weights)
