@@ -168,10 +168,12 @@ def _moments(binding: Binding, record: ParamRecord) -> dict[str, Any]:
 
 
 def _names(optimizer: Optimizer, models: Iterable[torch.nn.Module]) -> Names:
+    named = [{id(parameter): name for name, parameter in model.named_parameters()} for model in models]
+    held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    own = next((number for number, names in enumerate(named) if any(key in names for key in held)), 0)
     known: dict[int, str] = {}
-    for number, model in enumerate(models):
-        for name, parameter in model.named_parameters():
-            known.setdefault(id(parameter), f"{number}.{name}" if number else name)
+    for number, names in enumerate(named):
+        known |= {key: name if number == own else f"{number}.{name}" for key, name in names.items() if key not in known}
     groups: list[list[str]] = []
     parameters: dict[str, torch.Tensor] = {}
     for number, group in enumerate(optimizer.param_groups):

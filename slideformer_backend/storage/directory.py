@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ MARKER = ".slideformer-incomplete"
 """A file that says: this directory is being written by us, and counts only once it has a manifest."""
 
 _CHUNK = 1 << 22
+_THREADS = 4
 
 
 class Entry(NamedTuple):
@@ -49,10 +51,11 @@ def begin(folder: Path) -> None:
 
 def seal(folder: Path) -> None:
     """Bring every file to the disk, then write the manifest: from here on the checkpoint counts."""
-    entries = {}
-    for path in _files(folder):
-        _sync(path)
-        entries[path.relative_to(folder).as_posix()] = _entry(path)
+    paths = _files(folder)
+    with ThreadPoolExecutor(_THREADS) as pool:  # hashing and fsync release the GIL
+        list(pool.map(_sync, paths))  # takes up what they raised
+        found = dict(zip(paths, pool.map(_entry, paths), strict=True))
+    entries = {path.relative_to(folder).as_posix(): entry for path, entry in found.items()}
     for directory in [path for path in folder.rglob("*") if path.is_dir()]:
         _sync(directory)
     content = {"format": 1, "files": {name: entry._asdict() for name, entry in sorted(entries.items())}}
@@ -101,11 +104,14 @@ def verify(folder: Path) -> None:
             raise CheckpointError(
                 f"{path} is damaged.", found="no such file" if found is None else f"{found} bytes", expected=entry.size
             )
-        if _entry(path) != entry:
-            raise CheckpointError(
-                f"{path} is damaged: its checksum is not the one of the manifest.",
-                remedy="resume from another checkpoint, or restore the file from a copy",
-            )
+    with ThreadPoolExecutor(_THREADS) as pool:
+        now = pool.map(_entry, [folder / name for name in entries])
+        damaged = [name for (name, entry), found in zip(entries.items(), now, strict=True) if entry != found]
+    if damaged:
+        raise CheckpointError(
+            f"{folder / damaged[0]} is damaged: its checksum is not the one of the manifest.",
+            remedy="resume from another checkpoint, or restore the file from a copy",
+        )
 
 
 @contextlib.contextmanager

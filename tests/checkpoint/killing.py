@@ -17,6 +17,7 @@ import random
 import shutil
 import signal
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -154,7 +155,7 @@ class Life:
 
 def _live(kind, folder, pipe, at_call):
     hooks.install()
-    counter = 0
+    counter, lock = 0, threading.Lock()
 
     def say(**values):
         os.write(pipe, (json.dumps(values) + "\n").encode())
@@ -162,9 +163,10 @@ def _live(kind, folder, pipe, at_call):
     def counted(call):
         def wrapper(*args, **kwargs):
             nonlocal counter
-            counter += 1
-            if counter == at_call:
-                os.kill(os.getpid(), signal.SIGKILL)
+            with lock:
+                counter += 1
+                if counter == at_call:
+                    os.kill(os.getpid(), signal.SIGKILL)
             return call(*args, **kwargs)
 
         return wrapper

@@ -2,29 +2,28 @@
 
 import multiprocessing
 import os
+import re
 import socket
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultLoadPlanner, HuggingFaceStorageReader
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from tests.checkpoint.scripts import Script, batch, model_of
+from tests.launch.conftest import ROOT
+
+README = ROOT / "README.md"
 
 NO_DROPOUT = {"attention_dropout": 0.0}
 
 
-def load(folder, model, optimizer):
+def load(*arguments):
     """What README tells users who leave for several GPUs."""
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
-    weights, states = get_state_dict(model, optimizer, options=options)
-    tensors = {name: value for name, value in states.items() if isinstance(value, torch.Tensor)}
-    partial = DefaultLoadPlanner(allow_partial_load=True)
-    dcp.load(weights, storage_reader=HuggingFaceStorageReader(folder))
-    both = {**weights, **tensors}  # the masters of a 16-bit model are among the states, under the weights' names
-    dcp.load(both, storage_reader=HuggingFaceStorageReader(f"{folder}/optimizer"), planner=partial)
-    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict={**states, **tensors}, options=options)
+    code = next(
+        code for code in re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL) if "dcp.load" in code
+    )
+    names = {}
+    exec(code, names)
+    names["load"](*arguments)
 
 
 def continued(folder, shard=lambda model: model):

@@ -55,6 +55,12 @@ assert whole >= 8 * size
 accelerator.save_state("warm")
 print("one unit", size, "save", extra(lambda: accelerator.save_state("state")),
       "load", extra(lambda: accelerator.load_state("state")))
+
+from transformers import Trainer, TrainingArguments
+trainer = Trainer(model=model, args=TrainingArguments("out", report_to="none", use_cpu=True), train_dataset=[1])
+trainer.optimizer, trainer.lr_scheduler = optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer)
+trainer._save_checkpoint(model, None)
+print("trainer", extra(lambda: trainer._save_checkpoint(model, None)))
 """
 
 
@@ -64,8 +70,11 @@ def test_extra_host_memory_is_at_most_one_unit(python, tmp_path, update):
     from tests.launch.conftest import ROOT
 
     (tmp_path / "child.py").write_text(CHILD.format(root=str(ROOT), update=update))
-    words = python("child.py", OMP_NUM_THREADS="1").split("one unit ")[1].split()
+    said = python("child.py", OMP_NUM_THREADS="1")
+    words = said.split("one unit ")[1].split()
     unit, saved, loaded = int(words[0]), int(words[2]), int(words[4])
+    trained = int(said.split("trainer ")[1].split()[0])
     assert unit > 40_000_000
     assert saved < unit, f"{saved} bytes beside one unit's {unit}"
     assert loaded < unit, f"{loaded} bytes beside one unit's {unit}"
+    assert trained < unit, f"{trained} bytes beside one unit's {unit}"

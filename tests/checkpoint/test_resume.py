@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from slideformer_backend.errors import CheckpointError
 from slideformer_backend.storage.directory import MANIFEST
-from tests.checkpoint.scripts import PRECISIONS, Script, assert_same, weights
+from tests.checkpoint.scripts import PRECISIONS, Script, assert_same, batch, model_of, weights
 
 RULES = ("adamw", "momentum", "sgd", "lion", "adagrad")
 
@@ -103,6 +103,39 @@ def test_no_pickle_is_written_or_read(tmp_path, monkeypatch):
     assert all(name.endswith((".safetensors", ".json")) for name in names), names
     monkeypatch.setattr(torch, "load", lambda *a, **k: pytest.fail("torch.load was called"))
     run.accelerator.load_state(str(tmp_path / "state"))
+
+
+def test_two_models_with_an_optimizer_each_and_tied_weights(tmp_path):
+    """Names in each folder are those of its own model; a tied weight is there once."""
+
+    def make(seed):
+        first = Script(clip=None, seed=seed)
+        model = model_of(seed=seed + 1, tie_word_embeddings=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        return first, *first.accelerator.prepare(model, optimizer)
+
+    def train(run, steps):
+        script, model, optimizer = run
+        for step in steps:
+            script.train(step, 1)
+            script.accelerator.backward(model(**batch(step)).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        return weights(script.model), weights(model)
+
+    expected = train(make(0), range(6))
+    saver = make(0)
+    train(saver, range(3))
+    saver[0].accelerator.save_state(str(tmp_path / "state"))
+    names = {name for path in (tmp_path / "state" / "optimizer_1").glob("*.safetensors") for name in load_file(path)}
+    assert names == {
+        f"state.{n}.{s}" for n, _ in saver[1].named_parameters() for s in ("exp_avg", "exp_avg_sq", "step")
+    }
+    assert "lm_head.weight" not in load_file(tmp_path / "state" / "model_1.safetensors")
+    loader = make(5)
+    loader[0].accelerator.load_state(str(tmp_path / "state"))
+    for one, two in zip(expected, train(loader, range(3, 6)), strict=True):
+        assert_same(one, two)
 
 
 def test_hyperparameters_of_the_groups_come_back(tmp_path):
