@@ -54,6 +54,11 @@ _CAUSES = (
         " copies faster where memory may be locked",
     ),
     (
+        ("boundary",),
+        "bringing activations back to the GPU",
+        "activations: gpu keeps them there if memory allows; a larger gpu_memory makes room",
+    ),
+    (
         ("norm",),
         "the norm of the gradients",
         "larger batches hide it; cpu_threads gives it more cores; a max_grad_norm that clips rarely costs least",

@@ -28,6 +28,8 @@ NAMES = {
     "tokens_per_second",
     "busy_h2d",
     "busy_d2h",
+    "busy_out",
+    "busy_back",
     "busy_norms",
     "busy_update",
     "stalled_compute",
@@ -120,6 +122,7 @@ class TestMeter:
             "host waits for gradient": "copying gradients",
             "compute after gradient slot drained": "copying gradients",
             "compute after pending gradient": "copying gradients",
+            "compute after boundary loaded": "bringing activations back",
             "compute after weights pulled": "copying weights",
         }
         for wait, cause in waits.items():
