@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,10 +21,10 @@ from torch import nn
 
 from slideformer_backend.config import SlideFormerConfig
 from slideformer_backend.errors import ConfigError, UnsupportedError
-from slideformer_backend.integrations import hooks, placement, quantised
+from slideformer_backend.integrations import checkpoints, hooks, placement, quantised
 from slideformer_backend.integrations import optimizer as optimizers
 from slideformer_backend.integrations.session import session
-from slideformer_backend.integrations.status import Status
+from slideformer_backend.integrations.status import Status, StatusTracker
 
 if TYPE_CHECKING:
     from slideformer_backend.api import Engine
@@ -72,7 +73,7 @@ class SlideFormerAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate i
         """A real ``AcceleratedOptimizer`` over the user's own object, whose step the engine makes."""
         # Bound first: with a gradient scaler, the wrapper remembers the step method that it finds.
         optimizers.bind(optimizer)
-        self.slideformer_status.watch_optimizer(optimizer)
+        self.slideformer_status.watch_optimizer(optimizer, optimizers.engines_of(optimizer))
         prepared = super().prepare_optimizer(optimizer, device_placement=False)
         if type(prepared) is AcceleratedOptimizer:
             prepared.__class__ = optimizers.SlideFormerOptimizer
@@ -93,6 +94,12 @@ class SlideFormerAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate i
         super().init_trackers(project_name, config, init_kwargs)
         self.slideformer_status.join_trackers(self, config)
 
+    def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
+        """As ever, with our figures (``slideformer/...``) beside the script's."""
+        if any(not isinstance(tracker, StatusTracker) for tracker in self.trackers):
+            values = {**values, **self.slideformer_status.figures()}
+        super().log(values, step=step, log_kwargs=log_kwargs or {})
+
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2
     ) -> Any:
@@ -103,6 +110,60 @@ class SlideFormerAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate i
             return super().clip_grad_norm_(tensors, max_norm, norm_type=norm_type)
         self.unscale_gradients()
         return engine.clip_grad_norm_(owned, float(max_norm), 2.0)
+
+    def save_state(
+        self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
+    ) -> Any:
+        """As ever, but whole or not at all: a kill at any moment leaves the checkpoints that were there before.
+
+        With ``automatic_checkpoint_naming`` old checkpoints are deleted after the new one is complete, not before.
+        """
+        from slideformer_backend.storage.directory import is_complete, staged
+
+        if not checkpoints.managing(self._models):
+            return super().save_state(output_dir, safe_serialization, **save_model_func_kwargs)
+        settings = self.project_configuration
+        automatic = bool(settings.automatic_checkpoint_naming)
+        if output_dir is None and not automatic:
+            raise ConfigError("save_state() needs a folder.", remedy="pass output_dir")
+        folder = checkpoints.automatic_folder(self) if automatic else Path(str(output_dir)).expanduser()
+        if automatic and is_complete(folder):
+            raise ValueError(
+                f"Checkpoint directory {folder} ({self.save_iteration}) already exists. Please manually override "
+                "`self.save_iteration` with what iteration to start with."
+            )
+        settings.automatic_checkpoint_naming = False
+        try:
+            with checkpoints.written_in_place(self._models), staged(folder) as aside:
+                super().save_state(str(aside), safe_serialization, **save_model_func_kwargs)
+        finally:
+            settings.automatic_checkpoint_naming = automatic
+        if automatic:
+            checkpoints.rotate(folder.parent, settings.total_limit)
+        return folder
+
+    def load_state(
+        self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **load_model_func_kwargs: Any
+    ) -> None:
+        """As ever; every file is compared with its checksum first, and without ``input_dir`` the newest complete
+        checkpoint is taken.
+
+        Raises:
+            CheckpointError: the checkpoint is incomplete or damaged; nothing was changed.
+        """
+        from slideformer_backend.storage.directory import recover, verify
+
+        if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
+            found = checkpoints.newest(Path(self.project_dir) / "checkpoints")
+            if found is None:
+                raise ValueError(f"No complete checkpoint in {self.project_dir}/checkpoints")
+            input_dir = str(found)
+        if input_dir is not None:
+            folder = Path(input_dir).expanduser()
+            recover(folder)
+            if folder.is_dir():
+                verify(folder)
+        super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
 
     def free_memory(self, *objects: Any) -> Any:
         """Detaches the engines of the prepared models (plain CPU models again), then frees as ever."""

@@ -24,6 +24,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     commands.add_parser("bench", add_help=False, help="measure training beside others; bench kernels: the kernels")
     commands.add_parser("plan", add_help=False, help="what a model needs of a machine, from its config alone")
     commands.add_parser("doctor", add_help=False, help="check this machine and explain what it finds")
+    commands.add_parser("export", add_help=False, help="write a checkpoint as a plain model folder")
+    commands.add_parser("convert", add_help=False, help="turn a DeepSpeed configuration into one of SlideFormer")
     command = parser.parse_args(arguments[:1]).command
     if command == "launch":
         launch(arguments[1:])
@@ -35,6 +37,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(plan(arguments[1:]))
     elif command == "doctor":
         sys.exit(doctor(arguments[1:]))
+    elif command == "export":
+        from slideformer_backend.integrations.export import main as export
+
+        export(arguments[1:])
+    elif command == "convert":
+        from slideformer_backend.integrations.deepspeed_config import main as convert
+
+        convert(arguments[1:])
     else:
         from slideformer_backend.run import main as run
 

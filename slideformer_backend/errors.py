@@ -47,3 +47,7 @@ class StaleGraphError(SlideFormerError):
 
 class PlanError(SlideFormerError):
     """A plan that cannot fit the machine, refused before anything is allocated, with numbers and what would fit."""
+
+
+class CheckpointError(SlideFormerError):
+    """A checkpoint that is incomplete, damaged, or does not belong to what it is loaded into."""

@@ -33,6 +33,18 @@ class Report(Protocol):
     """What the line needs of an engine's report."""
 
     @property
+    def repairs(self) -> int:
+        """Predicted updates that were computed again."""
+
+    @property
+    def skipped(self) -> int:
+        """Steps dropped because of non-finite gradients."""
+
+    @property
+    def busy(self) -> Mapping[str, float]:
+        """Seconds that each lane has worked since the start."""
+
+    @property
     def slot_bytes(self) -> int:
         """Device memory of all slots."""
 
@@ -47,6 +59,7 @@ class Sample(NamedTuple):
     time: float  # seconds
     tokens: float
     waits: Mapping[str, float]
+    busy: Mapping[str, float]
 
 
 def gigabytes(count: float) -> str:
@@ -62,6 +75,13 @@ def waiting(first: Sample, last: Sample) -> str:
     return ", ".join(words) if words else "none"
 
 
+def working(first: Sample, last: Sample) -> str:
+    """How busy each lane was between two samples, as shares of that time."""
+    span = max(last.time - first.time, 1e-9)
+    shares = {name: (seconds - first.busy.get(name, 0.0)) / span for name, seconds in last.busy.items()}
+    return ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= _SMALL)
+
+
 class StatusLine:
     """Shows how a run goes on.
 
@@ -71,6 +91,7 @@ class StatusLine:
         mode: `bar` for a terminal, `lines` for a log file, `auto` picks by what `stream` is.
         stream: where to draw (standard error).
         clock: seconds, monotonic; tests give their own.
+        mfu: the share of the device's peak that is used; None where it is unknown.
     """
 
     def __init__(
@@ -80,7 +101,9 @@ class StatusLine:
         mode: Mode = "auto",
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
+        mfu: Callable[[], float | None] = lambda: None,
     ) -> None:
+        self._mfu = mfu
         self._report = report
         self._device = device
         self._clock = clock
@@ -97,7 +120,7 @@ class StatusLine:
         self._drawn = float("-inf")
         self._shown = 0
         self._is_complete = False
-        self._samples: deque[Sample] = deque([Sample(self._started, 0.0, {})])
+        self._samples: deque[Sample] = deque([Sample(self._started, 0.0, {}, {})])
         self._progress = Progress(
             TextColumn("[bold]training"),
             BarColumn(bar_width=None),
@@ -172,7 +195,7 @@ class StatusLine:
 
     def _words(self, now: float) -> str:
         report = self._report()
-        last = Sample(now, float(self._tokens), dict(report.waits))
+        last = Sample(now, float(self._tokens), dict(report.waits), dict(report.busy))
         self._samples.append(last)
         while len(self._samples) > 2 and now - self._samples[1].time >= _WINDOW:
             self._samples.popleft()
@@ -181,8 +204,18 @@ class StatusLine:
         if loss is None and self._loss is not None:
             loss = float(self._loss)
         speed = self._logged.get("tokens_per_second", (last.tokens - first.tokens) / max(now - first.time, 1e-9))
-        parts = [f"loss {loss:.4f}" if loss is not None else "", f"{speed:.0f} tokens/s", self._memory(report)]
-        return "  ".join(part for part in [*parts, f"waits: {waiting(first, last)}"] if part)
+        mfu, busy = self._mfu(), working(first, last)
+        parts = [
+            f"loss {loss:.4f}" if loss is not None else "",
+            f"{speed:.0f} tokens/s",
+            f"MFU {mfu:.0%}" if mfu is not None else "",
+            self._memory(report),
+            f"skipped {report.skipped}" if report.skipped else "",
+            f"repairs {report.repairs}" if report.repairs else "",
+            f"busy: {busy}" if busy else "",
+            f"waits: {waiting(first, last)}",
+        ]
+        return "  ".join(part for part in parts if part)
 
     def _memory(self, report: Report) -> str:
         host = gigabytes(psutil.Process().memory_info().rss)

@@ -1,6 +1,19 @@
-"""State in and out: model state dicts that keep every tensor, optimizer state dicts that keep every bit."""
+"""State in and out: model state dicts that keep every tensor, optimizer states that keep every bit."""
 
-from .model_state import install_state_hooks
+from .model_state import alias, borrowed_state, install_state_hooks
+from .optimizer_files import load_optimizer, save_optimizer
 from .optimizer_state import install_optimizer_hooks
+from .values import pack, random_states, restore_random_states, unpack
 
-__all__ = ["install_optimizer_hooks", "install_state_hooks"]
+__all__ = [
+    "alias",
+    "borrowed_state",
+    "install_optimizer_hooks",
+    "install_state_hooks",
+    "load_optimizer",
+    "pack",
+    "random_states",
+    "restore_random_states",
+    "save_optimizer",
+    "unpack",
+]

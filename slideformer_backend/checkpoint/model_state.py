@@ -6,8 +6,11 @@ Host parameters are views of one slab per unit. Savers that remove tensors shari
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from collections.abc import Iterator
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -15,6 +18,9 @@ from torch import nn
 from ..engine import Engine
 from ..engine.hooks import NoHook
 from .optimizer_state import install_optimizer_hooks
+
+_BORROWED: WeakSet[Engine] = WeakSet()
+"""Engines whose state dicts are written to a file now."""
 
 
 def install_state_hooks(engine: Engine) -> None:
@@ -28,6 +34,23 @@ def install_state_hooks(engine: Engine) -> None:
     engine.on_bind(install_optimizer_hooks)
 
 
+@contextlib.contextmanager
+def borrowed_state(engine: Engine) -> Iterator[None]:
+    """Inside, ``state_dict`` of the model copies nothing: its tensors are the host memory itself, to be written to a
+    file and dropped. Each still has a storage of its own."""
+    engine.settle()
+    _BORROWED.add(engine)
+    try:
+        yield
+    finally:
+        _BORROWED.discard(engine)
+
+
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous host tensor again, with the same memory and a storage that holds nothing else."""
+    return torch.from_numpy(tensor.detach().reshape(-1).view(torch.uint8).numpy()).view(tensor.dtype).view(tensor.shape)
+
+
 class _OwnStorage:
     """State-dict hook of one module."""
 
@@ -36,10 +59,11 @@ class _OwnStorage:
         self._names = names
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
+        own = alias if self._engine() in _BORROWED else torch.clone
         for name in self._names:
             value = state.get(prefix + name)
             if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
-                state[prefix + name] = value.clone()
+                state[prefix + name] = own(value) if value.device.type == "cpu" else value.clone()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _OwnStorage:
         return self

@@ -25,7 +25,8 @@ class EngineReport:
         waits: seconds the training threads were blocked, by what they waited for.
         repairs: speculative updates that had to be computed again, in units.
         skipped: steps dropped because of non-finite gradients.
-        busy: seconds the host threads of the lanes have worked.
+        stalls: seconds compute has stood still, by what it waited for. On a CPU-only machine, the same as ``waits``.
+        busy: seconds each lane has worked (copy lanes of a GPU: their streams).
     """
 
     parameters: int
@@ -37,6 +38,7 @@ class EngineReport:
     repairs: int
     skipped: int
     waits: dict[str, float] = field(default_factory=dict)
+    stalls: dict[str, float] = field(default_factory=dict)
     busy: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -63,5 +65,6 @@ def make_report(engine: Engine) -> EngineReport:
         repairs=engine.policy.repairs,
         skipped=engine.stepper.skipped,
         waits=dict(engine.backend.waited),
+        stalls=engine.backend.stalls(),
         busy=engine.backend.busy(),
     )

@@ -97,13 +97,20 @@ def load_states(record: ParamRecord, state: Mapping[str, Any], names: tuple[str,
     master = state.get(MASTER)
     if master is None:
         return
+    shown = plain(record.parameter).detach().view(-1)
     if unit.updates_on_device:
         on_device = record.device_states.get(MASTER)
         if on_device is not None:
             on_device.copy_(master.detach().reshape(-1))
-            reconcile(on_device, plain(record.parameter).reshape(-1), half_up=unit.rounds_half_up)
+            _settle_ties(on_device, shown, half_up=unit.rounds_half_up)
+            reconcile(on_device, shown, half_up=unit.rounds_half_up)
         return
     flat = np.ascontiguousarray(master.detach().to("cpu", torch.float32).reshape(-1).numpy())
+    working = record.weight_view(unit.weights.flat).view(-1)
+    if _settle_ties(torch.from_numpy(flat), working, half_up=unit.rounds_half_up):
+        unit.content += 1
+        if unit.is_resident:
+            shown.copy_(working)
     if LOW in unit.states:
         weights = record.weight_array()
         high = np.empty_like(weights)
@@ -113,6 +120,23 @@ def load_states(record: ParamRecord, state: Mapping[str, Any], names: tuple[str,
         record.state_array(MASTER)[:] = flat
         kernels.reconcile(record.state_array(MASTER), record.weight_array(), record.weight_kind)
         unit.weights_are = Weights.CURRENT
+
+
+def _settle_ties(master: torch.Tensor, weights: torch.Tensor, *, half_up: bool) -> bool:
+    """Where a master lies in the middle of two bf16 numbers, the high half of a split master is the upper one and a
+    rounded working weight the even one. A master that comes from the other kind keeps its bits; the weight follows.
+
+    Returns:
+        Whether a weight has changed.
+    """
+    if weights.dtype != torch.bfloat16:
+        return False
+    bits = master.view(torch.int32)
+    even, upper = master.to(torch.bfloat16), ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+    own, other = (upper, even) if half_up else (even, upper)
+    is_other = ((bits & 0xFFFF) == 0x8000) & (weights == other) & (own != other)
+    weights.copy_(torch.where(is_other, own, weights))
+    return bool(is_other.any())
 
 
 def join_master(record: ParamRecord) -> torch.Tensor:

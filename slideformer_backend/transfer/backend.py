@@ -14,6 +14,7 @@ from ..trace import Recorder
 from .lane import Lane
 from .monitor import Monitor
 from .ticket import Ticket
+from .timer import StreamTimer
 
 HOST = "main"
 COMPUTE = "compute"
@@ -71,7 +72,10 @@ class Backend(Protocol):
         """Tell the monitor that the training thread accesses these host buffers."""
 
     def busy(self) -> dict[str, float]:
-        """Seconds that each lane's thread has worked."""
+        """Seconds that each lane has worked."""
+
+    def stalls(self) -> dict[str, float]:
+        """Seconds that compute has stood still, by what it waited for."""
 
     def close(self) -> None:
         """Finish and end all lanes."""
@@ -131,6 +135,9 @@ class _BackendBase:
     def busy(self) -> dict[str, float]:
         return {lane.name: lane.busy_seconds for lane in self._lanes()}
 
+    def stalls(self) -> dict[str, float]:
+        return dict(self.waited)
+
     def touch_host(self, what: str, *, reads: tuple[Tracked, ...] = (), writes: tuple[Tracked, ...] = ()) -> None:
         if self.monitor is not None:
             self.monitor.access(HOST, what, reads, writes)
@@ -151,6 +158,13 @@ class _BackendBase:
 class CudaBackend(_BackendBase):
     """One CUDA device. Compute runs on the stream that is current when it is issued (HAZARDS 5)."""
 
+    def __init__(self, device: torch.device, monitor: Monitor | None = None) -> None:
+        super().__init__(device, monitor)
+        self._stalls = StreamTimer()
+
+    def stalls(self) -> dict[str, float]:
+        return self._stalls.seconds()
+
     def _transfers(self, name: str) -> Lane:
         return Lane(name, stream=torch.cuda.Stream(self.device), monitor=self.monitor)
 
@@ -170,7 +184,10 @@ class CudaBackend(_BackendBase):
         ticket.wait_issued()
         self.waited[wait_name] += time.perf_counter() - start  # type: ignore[assignment]  # a Counter of seconds
         if ticket.event is not None:
-            torch.cuda.current_stream(self.device).wait_event(ticket.event)
+            stream = torch.cuda.current_stream(self.device)
+            before = self._stalls.mark(stream)
+            stream.wait_event(ticket.event)
+            self._stalls.add(wait_name, before, self._stalls.mark(stream))
         if recorder is not None:
             recorder.span(COMPUTE, wait_name, mark, recorder.mark_compute(), kind="wait")
         if self.monitor is not None:

@@ -17,6 +17,7 @@ from ..trace import Recorder
 from .board import Board, Job, Waits
 from .monitor import Monitor
 from .ticket import Ticket
+from .timer import StreamTimer
 
 
 def copy(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -37,7 +38,8 @@ class Lane:
         self.name = name
         self.stream = stream
         self.monitor = monitor
-        self.busy_seconds = 0.0
+        self._worked = 0.0
+        self._timer = StreamTimer() if stream is not None else None
         self.recorder: Recorder | None = None
         self._begin()
         self._thread: threading.Thread | None = None
@@ -88,6 +90,11 @@ class Lane:
             self._thread.start()
         return ticket
 
+    @property
+    def busy_seconds(self) -> float:
+        """How long the lane has worked: its stream on CUDA, else its thread. Waits do not count."""
+        return self._worked if self._timer is None else self._timer.seconds().get(self.name, 0.0)
+
     def close(self) -> None:
         """Finish what is queued, then end the thread; work submitted later starts another."""
         thread, self._thread = self._thread, None
@@ -106,7 +113,7 @@ class Lane:
 
     def execute(self, job: Job) -> None:
         """Run one piece of work; never raises."""
-        event = None
+        event = begun = None
         recorder = self.recorder
         try:
             if self.monitor is not None:
@@ -117,16 +124,17 @@ class Lane:
             if self.monitor is not None:
                 self.monitor.access(self.name, job.ticket.name, job.reads, job.writes)
             start = time.perf_counter()
-            if self.stream is None:
+            if self.stream is None or self._timer is None:
                 job.run()
             else:
                 with torch.cuda.stream(self.stream):
-                    begun = recorder.mark(self.stream) if recorder is not None else None
+                    begun = self._timer.mark(self.stream)
                     job.run()
-                    event = torch.cuda.Event(blocking=True, enable_timing=recorder is not None)
+                    event = torch.cuda.Event(blocking=True, enable_timing=True)
                     event.record(self.stream)
+                self._timer.add(self.name, begun, event)
             end = time.perf_counter()
-            self.busy_seconds += end - start
+            self._worked += end - start
             if recorder is not None:
                 begin, over = (start, end) if event is None or begun is None else (begun, event)
                 recorder.span(self.name, job.ticket.name, begin, over, nbytes=_moved(job, is_copy=event is not None))

@@ -454,9 +454,17 @@ class TestLater:
             Accelerator()
 
     def test_everything_was_found_in_the_installed_versions(self, active):
-        from slideformer_backend.integrations import accelerate_, launch, placement, questionnaire, transformers_
+        from slideformer_backend.integrations import (
+            accelerate_,
+            checkpoints,
+            launch,
+            placement,
+            questionnaire,
+            trainer,
+            transformers_,
+        )
 
-        parts = (accelerate_, launch, placement, questionnaire, transformers_)
+        parts = (accelerate_, checkpoints, launch, placement, questionnaire, trainer, transformers_)
         expected = [patch for part in parts for patch in part.patches()]
         for patch in expected:
             importlib.import_module(patch.module)

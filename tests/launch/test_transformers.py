@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Tr
 
 from slideformer_backend import ConfigError, UnsupportedError
 from slideformer_backend.integrations import placement
+from slideformer_backend.integrations.status import TokenCounter
 
 TINY = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "vocab_size": 32}
 
@@ -63,7 +64,8 @@ class TestMoving:
         model.cuda()
         model.to("cpu")
         assert devices(model) == {"cpu"}
-        assert not model._forward_pre_hooks
+        left = model._forward_pre_hooks.values()
+        assert [type(hook) for hook in left] == [TokenCounter]  # no move: that hook is a method of a PendingMove
 
     def test_a_teacher_that_is_never_prepared_moves_at_its_first_forward(self, gpu, model):
         model.to(gpu)

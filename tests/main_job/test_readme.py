@@ -92,11 +92,20 @@ def test_the_script_of_the_main_job_is_ordinary():
     assert outside == {"accelerate", "torch", "transformers"}
 
 
+def test_every_command_of_ours_is_run_by_a_test():
+    ours = [line for line in shell_lines() if line.startswith("slideformer ")]
+    assert [line for line in ours if not line.startswith((*ALONE, "slideformer convert ", "slideformer export "))] == []
+
+
 def yaml_word(value: object) -> str:
     return value if isinstance(value, str) else yaml.safe_dump(value).splitlines()[0]
 
 
-@pytest.mark.parametrize("command", [line for line in shell_lines() if line.startswith("slideformer ")])
+# `convert` and `export` need the files of the lines before them: tests/checkpoint/test_readme_pages.py
+ALONE = ("slideformer plan ", "slideformer doctor")
+
+
+@pytest.mark.parametrize("command", [line for line in shell_lines() if line.startswith(ALONE)])
 def test_our_own_commands_do_what_is_said(command, tmp_path):
     """They run as written: a plan that the README calls possible fits, and the doctor finds no error."""
     arguments = shlex.split(command)[1:]

@@ -17,6 +17,9 @@ from slideformer_backend.status import Sample, StatusLine, waiting
 class Report:
     slot_bytes: int = 250_000_000
     waits: dict[str, float] = field(default_factory=dict)
+    busy: dict[str, float] = field(default_factory=dict)
+    repairs: int = 0
+    skipped: int = 0
 
 
 class Clock:
@@ -55,6 +58,15 @@ def test_a_file_gets_lines_with_every_figure(line, report, stream, clock):
     line.micro_batch(torch.tensor(1.25, requires_grad=True))
     assert stream.getvalue().startswith("step 0/8  loss 1.2500  100 tokens/s  window 0.25 GB  host ")
     assert stream.getvalue().endswith("waits: compute on weights 50%, host on update 25%\n")
+
+
+def test_what_happened_and_who_worked_is_shown_when_there_is_something_to_say(report, stream, clock):
+    line = StatusLine(lambda: report, torch.device("cpu"), "auto", stream, clock, mfu=lambda: 0.43)
+    clock.now = 10.0
+    report.busy, report.skipped, report.repairs = {"update": 4.0, "h2d": 0.001}, 2, 7
+    line.step()
+    assert "tokens/s  MFU 43%  window" in stream.getvalue()
+    assert stream.getvalue().endswith("skipped 2  repairs 7  busy: update 40%  waits: none\n")
 
 
 def test_lines_are_rare_but_the_last_step_is_always_shown_as_logged(line, stream, clock):
@@ -96,8 +108,8 @@ def test_unknown_total_is_fine(line, stream, clock):
 
 
 def test_waits_are_shares_of_the_last_seconds():
-    first = Sample(10.0, 0.0, {"host waits for update": 5.0})
-    last = Sample(20.0, 0.0, {"host waits for update": 6.0, "host waits for norm": 0.01})
+    first = Sample(10.0, 0.0, {"host waits for update": 5.0}, {})
+    last = Sample(20.0, 0.0, {"host waits for update": 6.0, "host waits for norm": 0.01}, {})
     assert waiting(first, last) == "host on update 10%"
     assert waiting(first, first._replace(time=20.0)) == "none"
 
@@ -118,22 +130,22 @@ def test_a_terminal_gets_a_bar(report, stream, clock, monkeypatch):
 def test_tokens_of_training_batches_count():
     counted = []
     model = nn.Embedding(10, 2)
-    model.register_forward_pre_hook(TokenCounter(counted.append), with_kwargs=True)
+    model.register_forward_pre_hook(TokenCounter(lambda *seen: counted.append(seen)), with_kwargs=True)
     ids = torch.zeros(2, 5, dtype=torch.long)
     model(ids)
     with torch.no_grad():
         model(ids)
     model.eval()
     model(ids)
-    assert counted == [10]
-    counter = TokenCounter(counted.append)
+    assert counted == [(10, 5)]
+    counter = TokenCounter(lambda *seen: counted.append(seen))
     counter(nn.Identity(), (), {"input_ids": ids, "attention_mask": torch.tensor([[1, 1, 0, 0, 0], [1, 0, 0, 0, 0]])})
-    assert counted[1] == 3
+    assert counted[1] == (3, 5)
 
 
 def test_copies_of_a_watched_model_count_nothing(line):
     model = nn.Embedding(10, 2)
-    model.register_forward_pre_hook(TokenCounter(line.tokens), with_kwargs=True)
+    model.register_forward_pre_hook(TokenCounter(lambda count, length: line.tokens(count)), with_kwargs=True)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         other(torch.zeros(2, 5, dtype=torch.long))
     line.step()

@@ -19,7 +19,7 @@ LAYERS = (
     ("optim",),
     ("engine",),
     ("checkpoint",),
-    ("api", "status"),
+    ("api", "metrics", "status"),
     ("integrations",),
     ("benchmarks",),
     ("_autoload", "run", "commands", "cli"),

@@ -1,0 +1,16 @@
+"""Shared: a clean process state around each test, as for the launch tests."""
+
+import pytest
+
+from slideformer_backend import api
+from tests.launch.conftest import clean, environ, fresh_state, python, site
+
+__all__ = ["clean", "environ", "fresh_state", "python", "site"]
+
+
+@pytest.fixture(autouse=True)
+def detached():
+    """No engine outlives its test."""
+    yield
+    for engine in api.engines():
+        engine.detach()
