@@ -9,11 +9,10 @@ from typing import Protocol, cast
 import torch
 
 from ..errors import UnsupportedError
-from ..storage import Tracked
+from ..storage import Ticket, Tracked
 from ..trace import Recorder
 from .lane import Lane
 from .monitor import Monitor
-from .ticket import Ticket
 
 HOST = "main"
 COMPUTE = "compute"

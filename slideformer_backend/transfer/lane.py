@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
-from ..storage import Tracked
+from ..storage import Ticket, Tracked
 from ..trace import Recorder
 from .board import Board, Job, Waits
 from .monitor import Monitor
-from .ticket import Ticket
 
 
 def copy(target: torch.Tensor, source: torch.Tensor) -> None:
