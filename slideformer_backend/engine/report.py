@@ -26,6 +26,8 @@ class EngineReport:
         repairs: speculative updates that had to be computed again, in units.
         skipped: steps dropped because of non-finite gradients.
         busy: seconds the host threads of the lanes have worked.
+        spilled_bytes: states that wait in files.
+        tier: settings in effect of the tier those files are in; empty without.
     """
 
     parameters: int
@@ -36,6 +38,8 @@ class EngineReport:
     pinned_bytes: int
     repairs: int
     skipped: int
+    spilled_bytes: int = 0
+    tier: dict[str, object] = field(default_factory=dict)
     waits: dict[str, float] = field(default_factory=dict)
     busy: dict[str, float] = field(default_factory=dict)
 
@@ -62,6 +66,8 @@ def make_report(engine: Engine) -> EngineReport:
         pinned_bytes=engine.memory.pinned,
         repairs=engine.policy.repairs,
         skipped=engine.stepper.skipped,
+        spilled_bytes=engine.spill.nbytes,
+        tier=engine.spill.tier.describe() if engine.spill.tier is not None else {},
         waits=dict(engine.backend.waited),
         busy=engine.backend.busy(),
     )

@@ -3,6 +3,7 @@
 from .block_tier import BlockTier, FileRegion
 from .host_tier import HostTier
 from .memory import HostMemory, Slab, numpy_view
+from .paged import PagedSlab
 from .posix_tier import PosixTier
 from .spill import SpillDirectory
 from .system import System
@@ -15,6 +16,7 @@ __all__ = [
     "FileRegion",
     "HostMemory",
     "HostTier",
+    "PagedSlab",
     "PosixTier",
     "Region",
     "Slab",

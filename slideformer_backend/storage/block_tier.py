@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from ..errors import StateError, StorageError
-from .checksum import MOST_BYTES, Sums, block_sums
+from .checksum import MOST_BYTES, ZEROS, Sums, block_sums
 from .ticket import Ticket
 from .tier import Region, Tier, flat_bytes
 
@@ -28,7 +28,7 @@ TORN: Sums = (-1, -1)
 
 
 class FileRegion(Region):
-    """A region that is a file. ``sums`` holds the checksum of each block, None for one that was never written."""
+    """A region that is a file. ``sums`` holds the checksum of each block, None for zeros that are not in the file."""
 
     def __init__(self, name: str, nbytes: int, path: str, block: int) -> None:
         super().__init__(name, nbytes)
@@ -129,12 +129,15 @@ class BlockTier(Tier):
                     part.zero_()
                 else:
                     self.load(region, number * self.block, part)
-        for number, part in zip(blocks, parts, strict=True):
-            self._verify(region, number, part)
+        for number, found in zip(blocks, block_sums(target, self.block), strict=True):
+            _verify(region, number * self.block, region.sums[number], found)
 
     def _write_whole(self, region: FileRegion, start: int, source: torch.Tensor) -> None:
         first = start // self.block
-        sums = [block_sums(part) for part in source.split(self.block)]
+        sums = block_sums(source, self.block)
+        if all(found == ZEROS for found in sums):  # moments before the first step, gradients of unused experts
+            region.sums[first : first + len(sums)] = [None] * len(sums)
+            return
         region.sums[first : first + len(sums)] = [TORN] * len(sums)
         self.store(region, start, source)
         region.sums[first : first + len(sums)] = sums
@@ -156,29 +159,27 @@ class BlockTier(Tier):
         self._read_whole(region, first, whole)
         return whole
 
-    def _verify(self, region: FileRegion, number: int, part: torch.Tensor) -> None:
-        expected = region.sums[number]
-        if expected is None:
-            return
-        start = number * self.block
-        if expected == TORN:
-            raise StorageError(
-                "Reading a block whose last write failed, in",
-                path=region.path,
-                offset=start,
-                remedy="restore the last checkpoint; the error of that write says why it failed",
-            )
-        found = block_sums(part)
-        if found != expected:
-            raise StorageError(
-                f"Checking {part.numel()} bytes read from",
-                path=region.path,
-                offset=start,
-                found="checksum {:x} {:x}".format(*found),
-                expected="{:x} {:x}, as written".format(*expected),
-                remedy="the disk, or whoever else wrote this file, changed the data: restore the last checkpoint, and"
-                " put nvme_path on another disk if the kernel log shows errors of this one",
-            )
+
+def _verify(region: FileRegion, start: int, expected: Sums | None, found: Sums) -> None:
+    """Raise StorageError unless the block at ``start`` is what was written there last."""
+    if found == expected or expected is None:
+        return
+    if expected == TORN:
+        raise StorageError(
+            "Reading a block whose last write failed, in",
+            path=region.path,
+            offset=start,
+            remedy="restore the last checkpoint; the error of that write says why it failed",
+        )
+    raise StorageError(
+        "Checking a block read from",
+        path=region.path,
+        offset=start,
+        found="checksum {:x} {:x}".format(*found),
+        expected="{:x} {:x}, as written".format(*expected),
+        remedy="the disk, or whoever else wrote this file, changed the data: restore the last checkpoint, and put"
+        " nvme_path on another disk if the kernel log shows errors of this one",
+    )
 
 
 def _of(region: Region) -> FileRegion:

@@ -22,23 +22,26 @@ MOST_BYTES = 1 << 21
 Sums = tuple[int, int]
 """``plain`` and ``weighted`` of one block, each in [0, 2^64)."""
 ZEROS: Sums = (0, 0)
-"""Of a block of zeros of any length."""
+"""Of a block of zeros of any length, and of no other block (the plain sum cannot wrap around)."""
 
 
-def block_sums(block: torch.Tensor) -> Sums:
-    """The checksum of one block.
+def block_sums(flat: torch.Tensor, block: int = MOST_BYTES) -> list[Sums]:
+    """The checksums of the blocks of ``flat``.
 
     Args:
-        block: 1-D uint8 on any device, at most ``MOST_BYTES``; the last word is filled up with zeros.
+        flat: 1-D uint8 on any device.
+        block: bytes of a block, a multiple of 4 and at most ``MOST_BYTES``; the last one may be shorter, and its last
+            word is filled up with zeros.
     """
-    rest = block.numel() % 4
-    if rest or block.data_ptr() % 4:
-        block = torch.nn.functional.pad(block, (0, -rest % 4))
-    if block.device.type != "cpu":
-        return _on_device(block)
-    out = np.empty(2, np.uint64)
-    _kernel()(block.numpy().view(np.uint32), out)
-    return int(out[0]), int(out[1])
+    rest = flat.numel() % 4
+    if rest or flat.data_ptr() % 4:
+        flat = torch.nn.functional.pad(flat, (0, -rest % 4))
+    if flat.device.type != "cpu":
+        return [_on_device(part) for part in flat.split(block)] if flat.numel() else []
+    words = flat.numpy().view(np.uint32)
+    out = np.empty((-(-flat.numel() // block), 2), np.uint64)
+    _kernel()(words, block // 4, out)
+    return [(plain, weighted) for plain, weighted in out.tolist()]
 
 
 def _on_device(block: torch.Tensor) -> Sums:
@@ -52,17 +55,19 @@ def _on_device(block: torch.Tensor) -> Sums:
 def _kernel() -> Callable[..., Any]:
     from numba import njit, types
 
-    def sums(words, out):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202  # compiled for one signature
-        plain = np.uint64(0)
-        weighted = np.uint64(0)
-        for i in range(words.size):
-            word = np.uint64(words[i])
-            weight = np.uint32(np.uint32(2) * np.uint32(i) + np.uint32(1))  # 32 bits: one multiplication per word
-            plain += word
-            weighted += word * np.uint64(weight)
-        out[0] = plain
-        out[1] = weighted
+    def sums(words, per_block, out):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202  # compiled for one signature
+        for number in range(out.shape[0]):
+            block = words[number * per_block : (number + 1) * per_block]
+            plain = np.uint64(0)
+            weighted = np.uint64(0)
+            for i in range(block.size):
+                word = np.uint64(block[i])
+                weight = np.uint32(np.uint32(2) * np.uint32(i) + np.uint32(1))  # 32 bits: one multiplication per word
+                plain += word
+                weighted += word * np.uint64(weight)
+            out[number, 0] = plain
+            out[number, 1] = weighted
 
-    signature = (types.Array(types.uint32, 1, "C"), types.Array(types.uint64, 1, "C"))
+    signature = (types.Array(types.uint32, 1, "C"), types.int64, types.Array(types.uint64, 2, "C"))
     compiled: Callable[..., Any] = njit(signature, nogil=True)(sums)
     return compiled
