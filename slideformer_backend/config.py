@@ -200,11 +200,11 @@ class SlideFormerConfig:
         "auto", one_of("auto", "host", "nvme"), "where weights outside the window live", built=False
     )
     optimizer_states: Literal["auto", "host", "nvme"] = _key(
-        "auto", one_of("auto", "host", "nvme"), "where master weights and moments live", built=False
+        "auto", one_of("auto", "host", "nvme"), "where master weights and moments live"
     )
-    nvme_path: str | None = _key(None, _or(None, PATH), "folder of the NVMe tier", built=False)
+    nvme_path: str | None = _key(None, _or(None, PATH), "folder on a local NVMe disk, for what goes there")
     nvme_fraction: float | None = _key(
-        None, _or(None, Kind("a number from 0 to 1", _fraction)), "share of the states on NVMe", built=False
+        None, _or(None, Kind("a number from 0 to 1", _fraction)), "share of the states that goes to NVMe, at least"
     )
     strategy: Literal["slide", "lsp"] = _key("slide", one_of("slide", "lsp"), "the offload strategy", built=False)
     lsp: Mapping[str, object] | None = _key(

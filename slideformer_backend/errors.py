@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 
 class SlideFormerError(RuntimeError):
     """Base of every exception that SlideFormer raises on purpose.
@@ -51,3 +53,39 @@ class PlanError(SlideFormerError):
 
 class CheckpointError(SlideFormerError):
     """A checkpoint that is incomplete, damaged, or does not belong to what it is loaded into."""
+
+
+class StorageError(SlideFormerError):
+    """A file of a storage tier failed: it cannot be made, read or written, or it holds other bytes than were written.
+
+    Args:
+        what: what was being done.
+        path: the file or directory.
+        offset: byte in the file, where that says something.
+        error: what the system said.
+        remedy: what the user can do.
+        found: see ``SlideFormerError``.
+        expected: see ``SlideFormerError``.
+
+    ``errno`` is that of ``error``, None where the system reported success (a wrong checksum, a short file).
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        path: str,
+        offset: int | None = None,
+        error: BaseException | None = None,
+        remedy: str,
+        found: object = None,
+        expected: object = None,
+    ) -> None:
+        self.path = path
+        self.offset = offset
+        self.errno: int | None = getattr(error, "errno", None)
+        place = path if offset is None else f"{path} at byte {offset}"
+        code = f"[{errno.errorcode.get(self.errno, self.errno)}] " if self.errno is not None else ""
+        text = getattr(error, "strerror", None) or error
+        cause = f": {code}{text}." if error is not None else "."
+        super().__init__(f"{what} {place} failed{cause}", found=found, expected=expected, remedy=remedy)

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from ..engine import Engine
 from ..engine.binding import Binding
-from ..engine.states import moment_of
 from ..engine.unit import ParamRecord
 
 MASTER = "master"
@@ -129,7 +128,7 @@ class _StateHooks:
         if self._binding.rule is not None and self._binding.rule.name != "sgd":
             exported["step"] = torch.tensor(float(record.steps))
         for name in names:
-            exported[name] = moment_of(record, name).to("cpu", copy=True)
+            exported[name] = engine.moment_of(record, name)
         master = engine.master_of(record)
         if master is not None:
             exported[MASTER] = master

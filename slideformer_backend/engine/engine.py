@@ -17,17 +17,17 @@ from ..optim.workers import WorkerPool, default_threads
 from ..storage import HostMemory
 from ..trace import Recorder
 from ..transfer import Monitor, backend_for
-from .access import EdgeAccess, ParameterAccess
+from .access import EdgeAccess
 from .arithmetic import Arithmetic
 from .backward import Backward, Visit
 from .binding import Binding
 from .boundaries import Boundaries
 from .build import build_units, checked_parts
+from .custody import release_parameters, salvage, take_parameters
 from .device_units import DeviceUnits
-from .driver import UnitForward
 from .edges import Edges
-from .guard import guard, unguard
-from .hooks import Accumulated, BeforeAccumulation, BeforeForward, Removable
+from .guard import guard
+from .hooks import Removable
 from .immediate import Immediate
 from .norms import Norms
 from .preflight import Preflight
@@ -35,7 +35,9 @@ from .redo_log import RedoLog
 from .report import EngineReport, allocated_bytes, make_report
 from .residency import Residency
 from .schedule import Phase, Schedule
-from .states import LOW, MASTER, allocate_states, load_states, master_of
+from .spill import Spill
+from .spilling import begin_spill, check_nvme, open_tier, refuse_whole
+from .states import LOW, MASTER, allocate_states, load_states, master_of, moment_of
 from .stepper import Stepper
 from .unit import ParamRecord, Unit, Weights, Where
 from .window import Window
@@ -62,9 +64,11 @@ class Engine:
         monitor: Monitor | None = None,
         optimizers: Sequence[Optimizer] = (),
     ) -> None:
+        check_nvme(config)  # refuses what it must before anything is changed
         parts = checked_parts(model, autocast_dtype)
         self._preflight = Preflight(model, parts, config, device, optimizers)
         terms = self._preflight.check()
+        tier = open_tier(config, terms)
         self.model = model
         self.config = config
         self._switch_interval = sys.getswitchinterval()
@@ -83,7 +87,8 @@ class Engine:
         policy = Immediate if config.update == "immediate" else RedoLog
         arithmetic = Arithmetic(self.workers)
         norms = Norms(self.backend, self.memory, arithmetic)
-        self.policy = policy(self.backend, self.window, self.memory, arithmetic, norms)
+        self.spill = Spill(self.backend, self.memory)
+        self.policy = policy(self.backend, self.window, self.memory, arithmetic, norms, self.spill)
         self.policy.spare_buffers = terms.spares
         edges = [unit for unit in self.units if unit.is_resident]
         device_units = DeviceUnits(norms, in_place=policy is Immediate)
@@ -91,6 +96,7 @@ class Engine:
         self.boundaries = Boundaries(self.backend, self.memory, is_on=config.activations == "host")
         self.residency = Residency(config, self.backend, self.window, self.policy, self.memory)
         self.residency.start_edges(edges)
+        begin_spill(self.spill, self.units, terms, tier)
         fetch, expects = self._fetch_for_backward, self._expects_step
         self.backward = Backward(self.backend, self.window, self.policy, self.edges, fetch, expects)
         self.stepper = Stepper(config, self.backend, self.policy, self.edges)
@@ -100,10 +106,8 @@ class Engine:
         self._bind_hooks: list[Callable[[Engine, Binding], None]] = []
         self._detach_hooks: list[Callable[[], None]] = []
         self._records: MutableMapping[torch.Tensor, ParamRecord] = WeakIdKeyDictionary()
-        self._hooks: list[Removable] = []
-        self._forwards: list[UnitForward] = []
         self._usual_count, self._saw_microbatch = 1, False
-        self._install()
+        self._hooks, self._forwards = take_parameters(self, self._records)
 
     # -- what integrations call ------------------------------------------------------------------------------------
 
@@ -170,12 +174,16 @@ class Engine:
     def step(self, binding: Binding) -> None:
         """``optimizer.step()`` of a bound optimizer."""
         self.backward.finish_outside()
+        self.spill.check()
         self._prepare(binding, binding.assign())
         self.backend.step()
         self.stepper.step(binding)
         self._usual_count, self.backward.count = max(1, self.backward.count), 0
         self.residency.after_step()
         self._fetch_first()
+        self.spill.write_back()
+        self.spill.read_ahead(self.schedule.backward_order())
+        self.spill.check()
 
     def step_was_skipped(self, optimizer: Optimizer) -> bool:
         """Whether the last ``step()`` of ``optimizer`` was dropped because of non-finite gradients."""
@@ -192,17 +200,22 @@ class Engine:
         for unit in self.units:
             if unit.updates_on_device:
                 self.edges.device_units.absorb(unit)
-            self.policy.settle(unit)
+        self.policy.settle(*self.units)
+        self.spill.check()
 
     def master_of(self, record: ParamRecord) -> torch.Tensor | None:
         """A copy of the fp32 master of a settled parameter; None where the parameter itself is the master."""
-        return master_of(record)
+        return master_of(record, self.spill)
+
+    def moment_of(self, record: ParamRecord, name: str) -> torch.Tensor:
+        """A copy on the host of a moment of a settled parameter, in its shape."""
+        return moment_of(record, name, self.spill).to("cpu", copy=True)
 
     def load_state(self, record: ParamRecord, state: Mapping[str, Any]) -> None:
         """Take over step count, moments and master of a settled parameter; what is missing starts at zero."""
         binding, group = record.binding, record.group
         names = binding.rule.states_used(group) if binding is not None and binding.rule and group is not None else ()
-        load_states(record, state, names)
+        load_states(record, state, names, self.spill)
 
     def report(self) -> EngineReport:
         """Memory, waits and counters so far."""
@@ -212,7 +225,7 @@ class Engine:
         """Undo everything: plain CPU parameters with their gradients, original forwards, original optimizer step.
 
         After an operation has failed its exception is raised once more, when everything is undone: parameters then hold
-        what the host held, without gradients.
+        the weights of the last completed step as far as they could be reached, without gradients.
         """
         gradients: dict[int, torch.Tensor] = {}
         is_settled = False
@@ -226,21 +239,23 @@ class Engine:
                 leave()
             is_settled = True
         finally:
+            if not is_settled:
+                salvage(self)
             self._undo(gradients if is_settled else {})
 
     def _undo(self, gradients: Mapping[int, torch.Tensor]) -> None:
         hooks = [hook.remove for hook in self._hooks]
         for undo in (*hooks, *[forward.undo for forward in self._forwards], *[b.undo for b in self._bindings]):
             undo()
-        for unit in self.units:
-            for record in unit.records:
-                self._release_parameter(record, gradients.get(id(record)))
+        release_parameters(self, gradients)
+        self._records.clear()
         self._bindings.clear()
         self.is_detached = True
         self.boundaries.close()
         sys.setswitchinterval(self._switch_interval)
         self.backend.close()
         self.workers.close()
+        self.spill.close()
 
     # -- what the driver calls -------------------------------------------------------------------------------------
 
@@ -299,6 +314,7 @@ class Engine:
         """A forward of the whole model with gradients begins: the time to move units, if they should move."""
         self.backward.finish_outside()
         self.boundaries.begin_forward()
+        self.spill.check()
         if not self.residency.is_due():
             return
         if not all(self.residency.can_move(unit) for unit in self.sliding):
@@ -327,32 +343,18 @@ class Engine:
 
     def _prepare(self, binding: Binding, records: Sequence[ParamRecord]) -> None:
         """States and kernels for parameters that an optimizer steps for the first time."""
+        refuse_whole(binding, records)
         for unit in {record.unit for record in records}:
             self.policy.settle(unit)
             if unit.updates_on_device:
                 self.edges.device_units.allocate(unit, binding.rule)
                 continue
-            allocate_states(unit, binding.rule, self.memory, in_place=isinstance(self.policy, Immediate))
+            allocate_states(unit, binding.rule, self.spill, in_place=isinstance(self.policy, Immediate))
         for record in records:
             if record.steps:
-                load_states(record, {}, tuple({*record.unit.states, *record.device_states} - {MASTER, LOW}))
+                names = tuple({*record.unit.states, *record.device_states} - {MASTER, LOW})
+                load_states(record, {}, names, self.spill)
         binding.warm_up(records, self.config.update)
-
-    def _install(self) -> None:
-        for unit in self.units:
-            for record in unit.records:
-                parameter = record.parameter
-                self._records[parameter] = record
-                if record.spec.is_trainable:
-                    self._hooks.append(parameter.register_hook(BeforeAccumulation(self, record)))
-                    hook = Accumulated(self, record)
-                    self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
-                access = EdgeAccess(self, record) if unit.is_resident else ParameterAccess(self, record)
-                guard(parameter, access)
-                parameter.__class__ = record.guarded_class
-            if unit.module is not None:
-                self._forwards.append(UnitForward(self, unit, unit.module))
-        self._hooks.append(self.model.register_forward_pre_hook(BeforeForward(self)))
 
     def _fetch(self, unit: Unit) -> None:
         if unit.leases:
@@ -370,6 +372,8 @@ class Engine:
 
     def _fetch_for_backward(self, unit: Unit) -> None:
         self.schedule.visit(Phase.BACKWARD, unit)
+        if self.spill.tier is not None and self.policy.expects_update(unit, is_last=self.backward.is_last):
+            self.spill.read_ahead([unit, *self.schedule.ahead(Phase.BACKWARD, unit, len(self.sliding))])
         self._fetch(unit)
         self._fetch_ahead(Phase.BACKWARD, unit)
 
@@ -386,15 +390,3 @@ class Engine:
             self._saw_microbatch = True
             return False
         return self._saw_microbatch or self.backward.count >= self._usual_count
-
-    def _release_parameter(self, record: ParamRecord, gradient: torch.Tensor | None) -> None:
-        parameter = record.parameter
-        self.backend.touch(f"release of {record.name}", reads=(record.unit.resident,))
-        unguard(parameter)
-        parameter.__class__ = record.own_class
-        self._records.pop(parameter, None)
-        with torch.no_grad():
-            parameter.grad = None
-            shown = parameter.data if record.unit.is_resident else record.host
-            parameter.data = shown.to("cpu", copy=True)
-            parameter.grad = gradient

@@ -19,7 +19,7 @@ class Immediate(UpdatePolicy):
     """
 
     def __init__(self, *arguments: object) -> None:
-        super().__init__(*arguments)  # type: ignore[arg-type]  # the base's own four parameters
+        super().__init__(*arguments)  # type: ignore[arg-type]  # the base's own parameters
         self.applied: set[int] = set()
         self._before: dict[int, np.ndarray] = {}
 
@@ -34,6 +34,9 @@ class Immediate(UpdatePolicy):
                 entries.append(record.binding.entry(record, ONE))
         self._apply(unit, records, entries)
         self.applied.update(id(record) for record in records)
+
+    def expects_update(self, unit: Unit, *, is_last: bool) -> bool:
+        return is_last
 
     def step(self, records: Sequence[ParamRecord], entries: Sequence[Entry]) -> None:
         by_unit: dict[Unit, tuple[list[ParamRecord], list[Entry]]] = {}
@@ -92,7 +95,7 @@ class Immediate(UpdatePolicy):
                 lambda: self.arithmetic.reconcile_split(written, before),
                 after={},  # user code was let in after all transfers from the weights
                 reads=(unit.weights,),
-                writes=(unit.states["low"],),
+                states="write",
             )
 
     def _absorb_resident(self, unit: Unit, records: Sequence[ParamRecord]) -> None:
@@ -118,7 +121,7 @@ class Immediate(UpdatePolicy):
             run,
             after={"reconcile after weights pulled": self.pull(unit)},
             reads=(unit.weights,),
-            writes=(unit.states["low"],) if is_split else (),
+            states="write" if is_split else "",
         )
 
     def adopt(self, unit: Unit) -> None:
@@ -131,8 +134,8 @@ class Immediate(UpdatePolicy):
                 f"weights of {unit.name}",
                 lambda: self.arithmetic.restore(records),
                 after=self.before_weights(unit),
-                reads=tuple(unit.states.values()),
                 writes=(unit.weights,),
+                states="read",
             )
 
     def _apply(self, unit: Unit, records: Sequence[ParamRecord], entries: Sequence[Entry]) -> None:
@@ -148,7 +151,8 @@ class Immediate(UpdatePolicy):
             lambda: self.arithmetic.update(updates),
             after={"update after gradient filled": buffer.filled, **self.before_weights(unit)},
             reads=(buffer.slab,),
-            writes=(unit.weights, *unit.states.values()),
+            writes=(unit.weights,),
+            states="write",
         )
         for record in records:
             record.steps += 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 import torch
 
@@ -17,6 +18,7 @@ from ..transfer import Backend, GradientBuffer, GradientPool, Ticket, copy
 from .arithmetic import Arithmetic
 from .guard import plain
 from .norms import Norms
+from .spill import Spill
 from .unit import ONE, Entry, ParamRecord, Unit, Weights
 from .window import Window
 
@@ -30,16 +32,24 @@ class UpdatePolicy(abc.ABC):
         memory: host allocator.
         arithmetic: the kernels.
         norms: measures gradients.
+        spill: brings states that operations need into memory.
     """
 
     def __init__(
-        self, backend: Backend, window: Window, memory: HostMemory, arithmetic: Arithmetic, norms: Norms
+        self,
+        backend: Backend,
+        window: Window,
+        memory: HostMemory,
+        arithmetic: Arithmetic,
+        norms: Norms,
+        spill: Spill,
     ) -> None:
         self.backend = backend
         self.window = window
         self.memory = memory
         self.arithmetic = arithmetic
         self.norms = norms
+        self.spill = spill
         self.spare_buffers = usual_spares(window.units)
         """Gradient buffers in flight; the plan may have fewer."""
         self.repairs = 0
@@ -49,6 +59,10 @@ class UpdatePolicy(abc.ABC):
     @abc.abstractmethod
     def arrive(self, unit: Unit, *, is_last: bool) -> None:
         """The gradient of ``unit`` is on its way into ``unit.gradient``; ``is_last``: a ``step()`` should follow."""
+
+    @abc.abstractmethod
+    def expects_update(self, unit: Unit, *, is_last: bool) -> bool:
+        """Whether ``arrive`` will use the states of ``unit``."""
 
     @abc.abstractmethod
     def step(self, records: Sequence[ParamRecord], entries: Sequence[Entry]) -> None:
@@ -216,7 +230,8 @@ class UpdatePolicy(abc.ABC):
             f"user's writes to {unit.name}",
             (lambda: self.arithmetic.reconcile(trainable)) if has_master else nothing,
             after=after,
-            writes=(unit.weights, *unit.states.values()),
+            writes=(unit.weights,),
+            states="write" if has_master else "",
         )
 
     def pull(self, unit: Unit) -> Ticket:
@@ -240,17 +255,26 @@ class UpdatePolicy(abc.ABC):
         )
         return unit.pulled
 
-    def settle(self, unit: Unit) -> None:
-        """Host weights, masters and moments of ``unit`` are final and idle when this returns."""
-        if unit.updates_on_device:
-            return
-        self.absorb(unit)
-        self.commit(unit)
-        if unit.weights_are is not Weights.CURRENT:
-            self.refresh(unit)
+    def settle(self, *units: Unit) -> None:
+        """Host weights, masters and moments of ``units`` are final and idle when this returns.
+
+        States that spill may then be in a file: ``spill.present`` brings them.
+        """
+        on_host = [unit for unit in units if not unit.updates_on_device]
+        for unit in on_host:
+            self.absorb(unit)
+            self.commit(unit)
+            if unit.weights_are is not Weights.CURRENT:
+                self.refresh(unit)
+        for unit in on_host:
+            self._wait_idle(unit)
+
+    def _wait_idle(self, unit: Unit) -> None:
         self.backend.synchronize("host waits for update", unit.updated)
         self.backend.synchronize("host waits for weights sent", unit.sent)
-        self.backend.touch_host(f"settled {unit.name}", writes=(unit.weights, *unit.states.values()))
+        spilled = unit.spill.parts if unit.spill is not None else {}
+        states = [slab for name, slab in unit.states.items() if name not in spilled]
+        self.backend.touch_host(f"settled {unit.name}", writes=(unit.weights, *states))
 
     # -- lane ------------------------------------------------------------------------------------------------------
 
@@ -263,9 +287,17 @@ class UpdatePolicy(abc.ABC):
         after: Mapping[str, Ticket | None],
         reads: Sequence[Tracked] = (),
         writes: Sequence[Tracked] = (),
+        states: Literal["", "read", "write"] = "",
     ) -> None:
-        """Queue host arithmetic of ``unit`` on the update lane."""
+        """Queue host arithmetic of ``unit`` on the update lane; ``states``: whether it reads or writes those too."""
+        if states:
+            after = {**after, **self.spill.use(unit, writes=states == "write")}
+            reads, writes = [*reads], [*writes]
+            (writes if states == "write" else reads).extend(unit.states.values())
         unit.updated = self.backend.update.submit(name, run, after=after, reads=reads, writes=writes, line=unit.line)
+        while unit.operations and unit.operations[0].has_succeeded:
+            del unit.operations[0]
+        unit.operations.append(unit.updated)
 
     @staticmethod
     def before_weights(unit: Unit) -> dict[str, Ticket | None]:

@@ -14,6 +14,9 @@ from .arithmetic import Update
 from .policy import UpdatePolicy
 from .unit import ONE, Entry, ParamRecord, Unit, Weights
 
+PEEK = "peek"
+"""What operations that only derive the working weights are called."""
+
 
 class RedoLog(UpdatePolicy):
     """Exact updates that overlap backward.
@@ -44,12 +47,16 @@ class RedoLog(UpdatePolicy):
                     "advance after gradient filled": buffer.filled,
                 },
                 reads=_slabs(buffer, logged_buffer),
-                writes=(unit.weights, *unit.states.values()),
+                writes=(unit.weights,),
+                states="write",
             )
         elif logged and logged_buffer is not None:
             self._submit_commit(unit, logged, logged_buffer)
         if logged_buffer is not None and logged_buffer is not buffer:
             self.recycle(unit, logged_buffer)
+
+    def expects_update(self, unit: Unit, *, is_last: bool) -> bool:
+        return unit.logged is not None or (is_last and not self.is_clipping)
 
     def step(self, records: Sequence[ParamRecord], entries: Sequence[Entry]) -> None:
         by_unit: dict[Unit, list[tuple[ParamRecord, Entry]]] = {}
@@ -94,11 +101,12 @@ class RedoLog(UpdatePolicy):
             after["peek after gradient filled"] = unit.logged.filled
         self.operate(
             unit,
-            f"peek of {unit.name}",
+            f"{PEEK} of {unit.name}",
             run,
             after=after,
-            reads=(*unit.states.values(), *_slabs(unit.logged)),
+            reads=_slabs(unit.logged),
             writes=(unit.weights,),
+            states="read",
         )
 
     def void(self, unit: Unit) -> None:
@@ -166,7 +174,7 @@ class RedoLog(UpdatePolicy):
             lambda: self.arithmetic.commit(logged),
             after={},  # what made the logged weights has waited for the gradient, in the same line of this lane
             reads=(buffer.slab,),
-            writes=tuple(unit.states.values()),
+            states="write",
         )
 
 

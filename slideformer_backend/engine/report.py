@@ -27,6 +27,8 @@ class EngineReport:
         skipped: steps dropped because of non-finite gradients.
         stalls: seconds compute has stood still, by what it waited for. On a CPU-only machine, the same as ``waits``.
         busy: seconds each lane has worked (copy lanes of a GPU: their streams).
+        spilled_bytes: states that wait in files.
+        tier: settings in effect of the tier those files are in; empty without.
     """
 
     parameters: int
@@ -37,6 +39,8 @@ class EngineReport:
     pinned_bytes: int
     repairs: int
     skipped: int
+    spilled_bytes: int = 0
+    tier: dict[str, object] = field(default_factory=dict)
     waits: dict[str, float] = field(default_factory=dict)
     stalls: dict[str, float] = field(default_factory=dict)
     busy: dict[str, float] = field(default_factory=dict)
@@ -64,6 +68,8 @@ def make_report(engine: Engine) -> EngineReport:
         pinned_bytes=engine.memory.pinned,
         repairs=engine.policy.repairs,
         skipped=engine.stepper.skipped,
+        spilled_bytes=engine.spill.nbytes,
+        tier=engine.spill.tier.describe() if engine.spill.tier is not None else {},
         waits=dict(engine.backend.waited),
         stalls=engine.backend.stalls(),
         busy=engine.backend.busy(),

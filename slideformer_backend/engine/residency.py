@@ -13,6 +13,7 @@ from ..storage import HostMemory
 from ..transfer import Backend
 from .boundaries import Boundaries
 from .policy import UpdatePolicy
+from .spill import Spill
 from .states import master_of
 from .unit import ParamRecord, Unit, Where
 from .window import Window
@@ -104,10 +105,11 @@ class Residency:
     def move_to_device(self, unit: Unit) -> None:
         """Weights, masters and moments of a settled unit go to the device; its host memory is given back."""
         device = self._backend.device
+        self._policy.spill.present(unit, writes=True)
         self._window.forget(unit)
         for record in unit.records:
             parameter = record.parameter
-            states = _states_of(record, unit)
+            states = _states_of(record, unit, self._policy.spill)
             record.host = record.host.to(device, copy=True)
             parameter.__class__ = record.own_class
             parameter.data = record.host  # not read back: through the guard, that would be the user's access
@@ -120,6 +122,7 @@ class Residency:
         unit.where = Where.RESIDENT
         unit.updates_on_device = True
         unit.updated = unit.sent = unit.measured = None
+        self._policy.spill.release(unit)
         unit.states.clear()
         unit.weights = self._memory.allocate(f"weights of {unit.name}", 0, dma=False)
         self._policy.release_pool(unit)
@@ -136,14 +139,14 @@ def _move_own_states(record: ParamRecord, device: torch.device) -> None:
             state[name] = value.to(device)
 
 
-def _states_of(record: ParamRecord, unit: Unit) -> dict[str, torch.Tensor]:
+def _states_of(record: ParamRecord, unit: Unit, spill: Spill) -> dict[str, torch.Tensor]:
     """Host masters and moments, flat fp32; the master only where the parameter is not its own."""
     if not record.spec.is_trainable:
         return {}
     offset, count = record.place.state, record.numel
     states = {name: slab.view(torch.float32, offset * 4, count) for name, slab in unit.states.items() if name != "low"}
     if "low" in unit.states:
-        master = master_of(record)
+        master = master_of(record, spill)
         if master is not None:
             states["master"] = master.view(-1)
     if record.spec.dtype == torch.float32:

@@ -27,6 +27,7 @@ class Schedule:
         self._next: dict[tuple[Phase, int], tuple[Phase, int]] = {}
         self._previous: tuple[Phase, int] | None = None
         self.first: Unit | None = units[0] if units else None
+        self._backward_first = len(units) - 1
         last = len(self._units) - 1
         for number in range(last + 1):
             self._next[Phase.INFERENCE, number] = (Phase.INFERENCE, min(number + 1, last))
@@ -44,12 +45,21 @@ class Schedule:
         if previous == current:
             return
         starts = phase is not Phase.BACKWARD and (previous is None or previous[0] is not phase)
+        if phase is Phase.BACKWARD and (previous is None or previous[0] is not phase):
+            self._backward_first = current[1]
         if starts:
             self.first = unit
             if previous is not None and previous[0] is Phase.BACKWARD:
                 self._next.pop(previous, None)  # the backward ended there: nothing to fetch ahead
         elif previous is not None:
             self._next[previous] = current
+
+    def backward_order(self) -> Iterator[Unit]:
+        """The units that the next backward should open, in that order."""
+        if self._units:
+            first = self._units[self._backward_first]
+            yield first
+            yield from self.ahead(Phase.BACKWARD, first, len(self._units) - 1)
 
     def ahead(self, phase: Phase, unit: Unit, depth: int) -> Iterator[Unit]:
         """The next ``depth`` units after a visit of ``unit``."""

@@ -10,10 +10,10 @@ import torch
 
 from ..optim import numba_kernels as kernels
 from ..optim.rules import Rule
-from ..storage import HostMemory
 from .arithmetic import low_array
 from .device_kernels import reconcile
 from .guard import plain
+from .spill import Spill
 from .unit import ParamRecord, Unit, Weights
 
 MASTER = "master"
@@ -26,13 +26,13 @@ def can_split(unit: Unit, rule: Rule | None) -> bool:
     return rule is not None and kinds == {(torch.bfloat16, torch.bfloat16)}
 
 
-def allocate_states(unit: Unit, rule: Rule | None, memory: HostMemory, *, in_place: bool) -> None:
+def allocate_states(unit: Unit, rule: Rule | None, spill: Spill, *, in_place: bool) -> None:
     """Allocate masters and moments of ``unit`` for updates by ``rule`` (None: an optimizer that runs as itself).
 
     Args:
         unit: settled.
         rule: names the moments.
-        memory: the allocator.
+        spill: the allocator; says where the arrays are.
         in_place: working weights are updated in place (``immediate``): bf16 weights then are the high half of a split
             master, fp32 weights their own master.
     """
@@ -42,20 +42,23 @@ def allocate_states(unit: Unit, rule: Rule | None, memory: HostMemory, *, in_pla
     if in_place and can_split(unit, rule) and MASTER not in unit.states:
         unit.rounds_half_up = True
         if LOW not in unit.states:
-            unit.states[LOW] = memory.allocate(f"low master halves of {unit.name}", elements * 2, dma=False)
+            unit.states[LOW] = spill.allocate(unit, LOW, elements * 2)
+            spill.present(unit, writes=True)
             for record in trainable:
                 _split_exact(record)
     elif not unit.states.keys() & {MASTER, LOW} and not (in_place and kinds == {(torch.float32, torch.float32)}):
-        unit.states[MASTER] = memory.allocate(f"master of {unit.name}", elements * 4, dma=False)
+        unit.states[MASTER] = spill.allocate(unit, MASTER, elements * 4)
+        spill.present(unit, writes=True)
         for record in trainable:
             kernels.widen(record.weight_array(), record.weight_kind, record.state_array(MASTER))
     for name in rule.state_names if rule is not None else ():
         if name not in unit.states:
-            unit.states[name] = memory.allocate(f"{name} of {unit.name}", elements * 4, dma=False)
+            unit.states[name] = spill.allocate(unit, name, elements * 4)
 
 
-def master_of(record: ParamRecord) -> torch.Tensor | None:
+def master_of(record: ParamRecord, spill: Spill) -> torch.Tensor | None:
     """A copy of the fp32 master of a settled parameter; None where the shown parameter itself is the master."""
+    spill.present(record.unit)
     if record.spec.dtype == torch.float32 or not record.spec.is_trainable:
         return None
     if record.unit.updates_on_device:
@@ -71,25 +74,27 @@ def master_of(record: ParamRecord) -> torch.Tensor | None:
     return torch.from_numpy(out).view(record.spec.shape)
 
 
-def moment_of(record: ParamRecord, name: str) -> torch.Tensor:
-    """A moment of a settled parameter, in its shape; the memory is the engine's own."""
+def moment_of(record: ParamRecord, name: str, spill: Spill, *, writes: bool = False) -> torch.Tensor:
+    """A moment of a settled parameter, in its shape; the memory is the engine's own, until other states are named."""
+    spill.present(record.unit, writes=writes)
     if record.unit.updates_on_device:
         return record.device_states[name].view(record.spec.shape)
     flat = record.unit.states[name].view(torch.float32, record.place.state * 4, record.numel)
     return flat.view(record.spec.shape)
 
 
-def load_states(record: ParamRecord, state: Mapping[str, Any], names: tuple[str, ...]) -> None:
+def load_states(record: ParamRecord, state: Mapping[str, Any], names: tuple[str, ...], spill: Spill) -> None:
     """Take over step count, moments and master of a settled parameter; what is missing starts at zero.
 
     A saved master counts where it rounds to the weight that is loaded now; elsewhere the weight does, as in torch,
     where loading an optimizer never changes a parameter.
     """
     unit = record.unit
+    spill.present(unit, writes=True)
     record.steps = int(state["step"]) if "step" in state else int(any(state.get(name) is not None for name in names))
     for name in names:
         value = state.get(name)
-        target = moment_of(record, name)
+        target = moment_of(record, name, spill, writes=True)
         if value is None:
             target.zero_()
         else:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from .backward import Visit
     from .binding import Binding
+    from .spill import Spilled
     from .window import GradientSlot, WeightSlot
 
 ONE = np.float32(1.0)
@@ -173,6 +174,8 @@ class Unit:
     gradient_slot: GradientSlot | None = None
     content: int = 0
     """Counts changes of the working weights: a slot filled at another count is out of date."""
+    spill: Spilled | None = None
+    """States that wait in files; None: all are in ``states`` for good."""
     steps: int = 0
     """Counts ``step()`` calls that changed this unit: a graph of another count is stale."""
     leases: int = 0
@@ -188,6 +191,8 @@ class Unit:
     norms: Tracked = field(default_factory=lambda: Tracked("sums of squares", torch.empty(0)))
     """Stands for the results of the last norm."""
     updated: Ticket | None = None
+    operations: list[Ticket] = field(default_factory=list)
+    """Host operations that are not known to have succeeded, in order: after a failure they tell where it began."""
     sent: Ticket | None = None
     measured: Ticket | None = None
     refreshed: Ticket | None = None

@@ -105,8 +105,8 @@ def ledger_of(parts: Partition, terms: Terms) -> Ledger:
     sliding = [part for number, part in enumerate(parts.sliding) if number not in terms.resident]
     on_host = [*sliding, *(() if terms.edges_update_on_device else parts.edges)]
     spilled = spilled_parts(parts, terms)
-    largest = max((state_bytes(part, terms) for part in spilled), default=0)
-    spilled_bytes = sum(state_bytes(part, terms) for part in spilled)
+    largest = max((spillable_bytes(part, terms) for part in spilled), default=0)
+    spilled_bytes = sum(spillable_bytes(part, terms) for part in spilled)
     pending, spare = _gradient_bytes(parts, on_host, terms)
     return Ledger(
         host_weights=sum(part.layout.weight_bytes for part in on_host),
@@ -154,6 +154,12 @@ def state_bytes(part: Part, terms: Terms) -> int:
     kinds = {(spec.working, spec.dtype) for spec in part.specs if spec.is_trainable}
     master = _in_place_master(kinds) if terms.update == "immediate" else 4
     return int(part.layout.state_elements * (master + terms.moments * terms.moment_bytes))
+
+
+def spillable_bytes(part: Part, terms: Terms) -> int:
+    """Those that may wait in files: all but a master that is what user code sees (fp32 weights under autocast)."""
+    is_shown = any(spec.working != spec.dtype for spec in part.specs)
+    return state_bytes(part, terms) - (part.layout.state_elements * 4 if is_shown else 0)
 
 
 def device_state_bytes(specs: Iterable[ParamSpec], moments: int = 2) -> int:

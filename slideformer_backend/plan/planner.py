@@ -12,7 +12,7 @@ from typing import Literal
 
 from ..config import SlideFormerConfig
 from .activations import UnitActivity
-from .ledger import LEAST_SPARES, Ledger, Terms, Update, ledger_of, resident_bytes, state_bytes, usual_spares
+from .ledger import LEAST_SPARES, Ledger, Terms, Update, ledger_of, resident_bytes, spillable_bytes, usual_spares
 from .machine import Machine
 from .partition import Partition
 from .placement import UnitCost, edges_may_update_on_device, place, spare_device_bytes
@@ -294,8 +294,8 @@ def _with_host_choices(request: Request, terms: Terms) -> tuple[Terms, Spill | N
         return fewer, None
     if choices.optimizer_states != "nvme" and ledger_of(parts, fewer).host <= budget:
         return fewer, None
-    sizes = [state_bytes(part, terms) for part in parts.sliding]
-    edges = [] if terms.edges_update_on_device else [state_bytes(part, terms) for part in parts.edges]
+    sizes = [spillable_bytes(part, terms) for part in parts.sliding]
+    edges = [] if terms.edges_update_on_device else [spillable_bytes(part, terms) for part in parts.edges]
     nvme = request.machine.nvme_free
     for candidate in (terms, fewer):
         left = budget - (ledger_of(parts, candidate).host - sum(sizes) - sum(edges))

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from .activations import UnitActivity
-from .ledger import Terms, spilled_parts, state_bytes
+from .ledger import Terms, spillable_bytes, spilled_parts
 from .partition import Part, Partition
 
 GEMM_SHARE = 0.82
@@ -59,7 +59,7 @@ def step_time(
     gradients = sum(part.layout.gradient_bytes for part in on_host)
     held = sum(sorted((part.layout.weight_bytes for part in sliding), reverse=True)[: terms.prefetch + 2])
     count = work.micro_batches
-    states = sum(state_bytes(part, terms) for part in spilled)
+    states = sum(spillable_bytes(part, terms) for part in spilled)
     amounts = {
         "compute": ((3 * forward + again) * count, rates.get("gemm", 0.0) * GEMM_SHARE),
         # twice per micro-batch, but for what is still in its slot when the backward begins

@@ -9,11 +9,10 @@ from typing import Protocol, cast
 import torch
 
 from ..errors import UnsupportedError
-from ..storage import Tracked
+from ..storage import Ticket, Tracked
 from ..trace import Recorder
 from .lane import Lane
 from .monitor import Monitor
-from .ticket import Ticket
 from .timer import StreamTimer
 
 HOST = "main"
@@ -31,6 +30,8 @@ class Backend(Protocol):
         back: boundary activations host -> device, ahead of the backward; they do not wait behind weights.
         norms: sums of squares of arrived gradients, so that a clip does not wait behind queued updates.
         update: optimizer arithmetic on the host, beside the backward of earlier units.
+        load: optimizer states from files, beside the updates of other units.
+        store: optimizer states to files, beside both (a disk reads and writes at once).
     """
 
     device: torch.device
@@ -40,6 +41,8 @@ class Backend(Protocol):
     back: Lane
     norms: Lane
     update: Lane
+    load: Lane
+    store: Lane
     monitor: Monitor | None
     waited: Counter[str]
     recorder: Recorder | None
@@ -91,6 +94,8 @@ class _BackendBase:
         self.back = self._transfers("back")
         self.norms = Lane("norms", monitor=monitor)
         self.update = Lane("update", monitor=monitor)
+        self.load = Lane("load", monitor=monitor)
+        self.store = Lane("store", monitor=monitor)
         self.waited: Counter[str] = Counter()
         self.recorder: Recorder | None = None
 
@@ -149,7 +154,7 @@ class _BackendBase:
             self.recorder.close()
 
     def _lanes(self) -> tuple[Lane, ...]:
-        return self.h2d, self.d2h, self.out, self.back, self.norms, self.update
+        return self.h2d, self.d2h, self.out, self.back, self.norms, self.update, self.load, self.store
 
     def _observed(self, actor: str, wait_name: str, ticket: Ticket) -> bool:
         return self.monitor is None or self.monitor.wait(actor, wait_name, ticket)

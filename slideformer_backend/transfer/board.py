@@ -7,8 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from ..storage import Tracked
-from .ticket import Ticket
+from ..storage import Ticket, Tracked
 
 Waits = Mapping[str, "Ticket | None"]
 

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
-from ..storage import Tracked
+from ..storage import Ticket, Tracked
 from ..trace import Recorder
 from .board import Board, Job, Waits
 from .monitor import Monitor
-from .ticket import Ticket
 from .timer import StreamTimer
 
 
@@ -177,7 +176,7 @@ def _moved(job: Job, *, is_copy: bool) -> int:
     written = sum(buffer.flat.numel() for buffer in job.writes)
     if is_copy:
         return min(read, written) if job.reads and job.writes else max(read, written)
-    return read + 2 * written if job.reads else written
+    return read + 2 * written if read else written
 
 
 _LANES: weakref.WeakSet[Lane] = weakref.WeakSet()

@@ -11,15 +11,11 @@ import random
 import threading
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import torch
 
 from ..errors import StateError
-from ..storage import Tracked
-
-if TYPE_CHECKING:
-    from .ticket import Ticket
+from ..storage import Ticket, Tracked
 
 
 class Monitor:

@@ -6,8 +6,7 @@ import collections
 import weakref
 from typing import Any
 
-from ..storage import HostMemory, Slab
-from .ticket import Ticket
+from ..storage import HostMemory, Slab, Ticket
 
 
 class GradientBuffer:

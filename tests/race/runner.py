@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from random import Random
 from typing import Any
+from unittest import mock
 
 import torch
 
+from slideformer_backend.engine import engine as engine_module
+from slideformer_backend.engine.spilling import begin_spill
 from slideformer_backend.transfer import Monitor
 
 from .events import EVENTS, Seen, everything, weights_and_gradients
 from .sides import EngineSide, PlainSide
 from .simulation import simulated
 
+SHARED = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+"""Where spill files are: memory, since these tests are not about disks."""
 Events = tuple[tuple[str, int], ...]
 
 
@@ -37,6 +45,8 @@ class Setting:
     max_delay: float = 0.0
     nonfinite: str = "skip"
     update: str = "exact"
+    rooms: int = 0
+    """Units whose optimizer states are in memory at once, the others' are in files; 0: all are in memory."""
     reads_all: bool = True
     """Whether everything is read before the engine is detached, or only afterwards."""
 
@@ -72,6 +82,7 @@ def random_setting(seed: int, **given: Any) -> Setting:
         "reads_all": random.random() < 0.7,
         "nonfinite": random.choice(("skip", "skip", "as_plain")),
         "seed": seed,
+        "rooms": random.choice((0, 0, 1, 2, 2, 3)),
     }
     return Setting(**{**chosen, **given})
 
@@ -82,8 +93,14 @@ def run(events: Events, setting: Setting, monitor: Monitor | None = None) -> Non
     if monitor is None:
         monitor = Monitor(poison=setting.poison, max_delay=setting.max_delay, seed=setting.seed)
     is_simulated = setting.eagerness is not None
-    with simulated(setting.seed, setting.eagerness or 0.0) if is_simulated else nullcontext():
+    with (
+        simulated(setting.seed, setting.eagerness or 0.0) if is_simulated else nullcontext(),
+        tempfile.TemporaryDirectory(dir=SHARED) as folder,
+        mock.patch.object(engine_module, "begin_spill", partial(_begin_spill, setting.rooms)),
+    ):
         config = {"nonfinite": setting.nonfinite, "update": setting.update}
+        if setting.rooms:
+            config |= {"optimizer_states": "nvme", "nvme_path": folder}
         side = EngineSide(setting.kind, setting.seed, setting.optimizers, setting.rule, monitor, **config)
         try:
             for number, (name, seed) in enumerate(events):
@@ -95,6 +112,12 @@ def run(events: Events, setting: Setting, monitor: Monitor | None = None) -> Non
         finally:
             side.engine.backend.close()
             side.engine.workers.close()
+            side.engine.spill.close()
+
+
+def _begin_spill(rooms, spill, units, terms, tier) -> None:
+    """As the engine's own, with another number of rooms."""
+    begin_spill(spill, units, replace(terms, staged=rooms), tier)
 
 
 def compare(expected: Seen, found: Seen, when: str) -> None:

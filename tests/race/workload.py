@@ -51,6 +51,13 @@ def workload() -> list[tuple[Events, Setting]]:
         made.append((random_events(seed, 10, IMMEDIATE), setting))
         names = ("train", "assign_gradient", "step_all", "zero_none", "train")
         made.append((tuple((name, seed + place) for place, name in enumerate(names)), setting))
+    for seed in range(4):  # every unit has a room, and keeps it while its states are written back
+        roomy = {"rooms": 5, "optimizers": 1, "eagerness": 0.0, "kind": "bfloat16", "nonfinite": "as_plain"}
+        names = ("train", "save_optimizers", "train", "load_optimizers", "train")
+        made.append((tuple((name, seed + place) for place, name in enumerate(names)), random_setting(seed, **roomy)))
+        for name in ("write_weights", "write_edges"):
+            events = (("train", seed), (name, seed), ("train", seed + 1))
+            made.append((events, random_setting(seed, update="immediate", **roomy)))
     found = (("backward", 237307109), ("backward_inputs", 470662271), ("clip_all", 797121232))
     lazy = {"kind": "bfloat16", "eagerness": 0.0, "nonfinite": "skip"}
     made.append((found, random_setting(49, optimizers=2, rule="adamw", **lazy)))

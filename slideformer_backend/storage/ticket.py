@@ -41,6 +41,11 @@ class Ticket:
         """Whether the operation is over, on the device too. Raises nothing; a failed operation is complete."""
         return self._issued.is_set() and (self.event is None or self.event.query())
 
+    @property
+    def has_succeeded(self) -> bool:
+        """Whether the operation is known to be over, without an error."""
+        return self._issued.is_set() and self.error is None and (self.event is None or self.event.query())
+
     def issue(self, event: torch.cuda.Event | None = None, error: BaseException | None = None) -> None:
         """Called once, by the lane."""
         self.event = event

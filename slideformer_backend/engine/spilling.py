@@ -1,0 +1,63 @@
+"""Which units of an engine spill their states, and where to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..config import SlideFormerConfig
+from ..errors import ConfigError, UnsupportedError
+from ..plan.ledger import Terms
+from ..storage import PosixTier, SpillDirectory, System
+from ..storage.spill import check_parent
+from .binding import Binding
+from .spill import Spill
+from .unit import ParamRecord, Unit
+
+
+def check_nvme(config: SlideFormerConfig) -> None:
+    """Raise ConfigError for settings that contradict each other, or a folder that spill files are not safe in."""
+    if config.optimizer_states == "host" and config.nvme_fraction:
+        raise ConfigError(
+            f"nvme_fraction: {config.nvme_fraction} has nothing to be a share of.",
+            found="optimizer_states: host",
+            remedy="set optimizer_states: nvme, or remove nvme_fraction",
+        )
+    if config.nvme_path is not None:
+        check_parent(config.nvme_path, System())
+    elif config.optimizer_states == "nvme":
+        raise ConfigError("optimizer_states: nvme needs a folder.", remedy="set nvme_path: /a/folder/on/the/nvme/disk")
+
+
+def open_tier(config: SlideFormerConfig, terms: Terms) -> PosixTier | None:
+    """The tier for the states that the plan sends to NVMe, in a spill directory of its own; None where it sends none.
+
+    States are in host memory when they travel, so plain system calls carry them; GPUDirect Storage has nothing to add.
+
+    Raises:
+        StorageError: the folder cannot be used.
+    """
+    if not terms.spilled or config.nvme_path is None:
+        return None
+    directory = SpillDirectory(config.nvme_path)
+    try:
+        return PosixTier(directory)
+    except BaseException:
+        directory.close()
+        raise
+
+
+def begin_spill(spill: Spill, units: Sequence[Unit], terms: Terms, tier: PosixTier | None) -> None:
+    """Let the states of the units that the plan names be allocated in ``tier``. Those on the device need no place."""
+    if tier is not None:
+        chosen = [unit for unit in units if unit.index in terms.spilled and not unit.updates_on_device]
+        spill.begin(chosen, tier, tier.directory.close, terms.staged)
+
+
+def refuse_whole(binding: Binding, records: Sequence[ParamRecord]) -> None:
+    """Raise UnsupportedError for an optimizer that steps all masters at once while some of them are in files."""
+    if binding.rule is None and any(record.unit.spill is not None for record in records):
+        raise UnsupportedError(
+            f"{type(binding.optimizer).__name__} has no fused rule: it keeps its own states in host memory and steps"
+            " all master weights at once, so they cannot wait on NVMe.",
+            remedy="set optimizer_states: host, or use AdamW, Adam, SGD or Lion",
+        )
