@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..config import SlideFormerConfig
@@ -27,7 +28,7 @@ from .device_units import DeviceUnits
 from .driver import UnitForward
 from .edges import Edges
 from .guard import guard, unguard
-from .hooks import Accumulated, BeforeAccumulation, BeforeForward, Removable
+from .hooks import Accumulated, BeforeAccumulation, BeforeAnyStep, BeforeForward, Removable
 from .immediate import Immediate
 from .norms import Norms
 from .preflight import Preflight
@@ -353,6 +354,7 @@ class Engine:
             if unit.module is not None:
                 self._forwards.append(UnitForward(self, unit, unit.module))
         self._hooks.append(self.model.register_forward_pre_hook(BeforeForward(self)))
+        self._hooks.append(register_optimizer_step_pre_hook(BeforeAnyStep(self)))
 
     def _fetch(self, unit: Unit) -> None:
         if unit.leases:
