@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..errors import StateError
+from ..errors import StateError, UnsupportedError
 from ..storage import Slab
 from ..transfer import GradientBuffer
 from .edges import device_gradient, set_device_gradient
@@ -94,13 +94,7 @@ class ParameterAccess(_OfRecord):
 
     def set_data(self, value: torch.Tensor) -> None:
         record = self._record
-        if value.shape != record.spec.shape or value.dtype != record.spec.dtype:
-            raise StateError(
-                f"{record.name}: assigning .data of another shape or dtype to a sliding parameter is not possible.",
-                found=f"{tuple(value.shape)} {value.dtype}",
-                expected=f"{tuple(record.spec.shape)} {record.spec.dtype}",
-                remedy="change shapes and dtypes before accelerator.prepare()",
-            )
+        _check_data(record, value)
         self.before(writes=True)
         record.host.copy_(plain_value(value))
         self.after(aliased=False)
@@ -226,8 +220,7 @@ class EdgeAccess(_OfRecord):
     def set_data(self, value: torch.Tensor) -> None:
         self.before(writes=True)
         record = self._record
-        if value.shape != record.spec.shape or value.dtype != record.spec.dtype:
-            raise StateError(f"{record.name}: assigning .data of another shape or dtype is not possible after prepare.")
+        _check_data(record, value)
         plain(record.parameter).copy_(plain_value(value))
         self.after(aliased=False)
 
@@ -235,6 +228,17 @@ class EdgeAccess(_OfRecord):
 def plain_value(value: torch.Tensor) -> torch.Tensor:
     """A user's tensor without a graph (its own guard, if it has one, still settles)."""
     return value.detach()
+
+
+def _check_data(record: ParamRecord, value: torch.Tensor) -> None:
+    if value.shape != record.spec.shape or value.dtype != record.spec.dtype:
+        raise UnsupportedError(
+            f"{record.name} cannot change its shape or dtype any more: its memory is laid out.",
+            found=f"{tuple(value.shape)} {value.dtype}",
+            expected=f"{tuple(record.spec.shape)} {record.spec.dtype}",
+            remedy="resize_token_embeddings() and the like before accelerator.prepare(), or free_memory() and prepare"
+            " again",
+        )
 
 
 def _check_gradient(record: ParamRecord, value: torch.Tensor) -> None:
