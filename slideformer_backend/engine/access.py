@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +13,7 @@ from ..storage import Slab
 from ..transfer import GradientBuffer
 from .edges import device_gradient, set_device_gradient
 from .guard import guard, guarded_class, plain
-from .unit import ONE, ParamRecord, Weights
+from .unit import ONE, ParamRecord, Unit, Weights
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -223,6 +224,23 @@ class EdgeAccess(_OfRecord):
         _check_data(record, value)
         plain(record.parameter).copy_(plain_value(value))
         self.after(aliased=False)
+
+
+def take_gradients(units: Iterable[Unit]) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
+    """Gradients that parameters have before they are guarded; the parameters have none afterwards."""
+    found = []
+    for record in (record for unit in units for record in unit.trainable):
+        gradient = record.parameter.grad
+        if gradient is not None:
+            found.append((record.parameter, gradient))
+            record.parameter.grad = None
+    return found
+
+
+def give_gradients(found: Iterable[tuple[torch.nn.Parameter, torch.Tensor]]) -> None:
+    """Assign gradients to guarded parameters, as user code does."""
+    for parameter, gradient in found:
+        parameter.grad = gradient.to(parameter.device)
 
 
 def plain_value(value: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from ..optim.workers import WorkerPool, default_threads
 from ..storage import HostMemory
 from ..trace import Recorder
 from ..transfer import Monitor, backend_for
-from .access import EdgeAccess, ParameterAccess
+from .access import EdgeAccess, ParameterAccess, give_gradients, take_gradients
 from .arithmetic import Arithmetic
 from .backward import Backward, Visit
 from .binding import Binding
@@ -340,6 +340,7 @@ class Engine:
         binding.warm_up(records, self.config.update)
 
     def _install(self) -> None:
+        gradients = take_gradients(self.units)
         for unit in self.units:
             for record in unit.records:
                 parameter = record.parameter
@@ -355,6 +356,7 @@ class Engine:
                 self._forwards.append(UnitForward(self, unit, unit.module))
         self._hooks.append(self.model.register_forward_pre_hook(BeforeForward(self)))
         self._hooks.append(register_optimizer_step_pre_hook(BeforeAnyStep(self)))
+        give_gradients(gradients)
 
     def _fetch(self, unit: Unit) -> None:
         if unit.leases:
