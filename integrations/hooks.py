@@ -19,12 +19,20 @@ def install() -> None:
     With ``SLIDEFORMER_DISABLE=1`` (reached only through a plugin in the script) the constructor of ``Accelerator`` is
     still taught to accept the plugin, and nothing else: the script runs, without SlideFormer.
     """
-    from slideformer_backend.integrations import accelerate_, launch, questionnaire, transformers_, trl_
+    from slideformer_backend.integrations import (
+        accelerate_,
+        launch,
+        questionnaire,
+        recipe_flag,
+        transformers_,
+        trl_,
+    )
     from slideformer_backend.integrations.session import disabled
 
     found = accelerate_.patches()
     if not disabled(os.environ):
-        found += (*launch.patches(), *questionnaire.patches(), *transformers_.patches(), *trl_.patches())
+        found += (*launch.patches(), *questionnaire.patches(), *recipe_flag.patches())
+        found += (*transformers_.patches(), *trl_.patches())
     finder.install()
     for patch in found:
         wait_for(patch)
