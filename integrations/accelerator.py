@@ -44,6 +44,8 @@ class SlideFormerAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate i
         """Attaches engines to all modules first, so that the order of the arguments does not matter."""
         models = [item for item in args if isinstance(item, nn.Module)]
         given = [item for item in args if optimizers.is_optimizer(item)]
+        for optimizer in given:
+            optimizers.refuse_known(optimizer)
         optimizers.refuse_stale(given, models)
         for model in models:
             self._attach(model, given)
@@ -71,6 +73,7 @@ class SlideFormerAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate i
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
         """A real ``AcceleratedOptimizer`` over the user's own object, whose step the engine makes."""
+        optimizers.refuse_known(optimizer)
         # Bound first: with a gradient scaler, the wrapper remembers the step method that it finds.
         optimizers.bind(optimizer)
         self.slideformer_status.watch_optimizer(optimizer, optimizers.engines_of(optimizer))

@@ -24,6 +24,7 @@ def install() -> None:
         checkpoints,
         launch,
         questionnaire,
+        recipe_flag,
         trainer,
         transformers_,
         trl_,
@@ -32,7 +33,7 @@ def install() -> None:
 
     found = accelerate_.patches()
     if not disabled(os.environ):
-        found += (*checkpoints.patches(), *launch.patches(), *questionnaire.patches())
+        found += (*checkpoints.patches(), *launch.patches(), *questionnaire.patches(), *recipe_flag.patches())
         found += (*transformers_.patches(), *trainer.patches(), *trl_.patches())
     finder.install()
     for patch in found:

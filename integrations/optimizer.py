@@ -95,6 +95,37 @@ def refuse_stale(optimizers: Iterable[torch.optim.Optimizer], models: Iterable[t
                 )
 
 
+_GPU_ONLY = {"bitsandbytes", "torchao", "apex", "transformer_engine", "torch_npu", "torch_xla"}
+"""Packages whose optimizers work on device tensors; parameters and states are in host memory here."""
+_INSIDE_BACKWARD = {"lomo_optim", "transformers.trainer_pt_utils"}
+"""Packages and modules of optimizers that update inside backward (the latter: its dummy for layer-wise ones)."""
+
+
+def refuse_known(optimizer: torch.optim.Optimizer) -> None:
+    """Refuses, by name, optimizers that cannot work on sliding weights.
+
+    Raises:
+        UnsupportedError: the optimizer works on device tensors only, or updates inside backward.
+    """
+    raw = unwrap(optimizer)
+    for base in type(raw).__mro__:
+        places = {base.__module__, base.__module__.split(".")[0]}
+        name = f"{base.__module__}.{base.__name__}"
+        if places & _GPU_ONLY or name.startswith("deepspeed.ops.adam.fused_adam"):
+            raise UnsupportedError(
+                f"{type(raw).__name__} runs on GPU tensors only, and SlideFormer keeps masters and states in host "
+                "memory, where they cost no GPU memory in any precision.",
+                found=name,
+                remedy="take --optim adamw_torch_fused (or sgd, or Lion from lion_pytorch)",
+            )
+        if places & _INSIDE_BACKWARD:
+            raise UnsupportedError(
+                f"{type(raw).__name__} updates weights inside backward, where they slide.",
+                found=name,
+                remedy="take --optim adamw_torch_fused with update: immediate, which updates during backward too",
+            )
+
+
 def is_optimizer(value: Any) -> bool:
     """Whether ``value`` is an optimizer, wrapped or not."""
     return isinstance(value, torch.optim.Optimizer)

@@ -150,16 +150,17 @@ def _state_of(
     if binding.rule is None:
         state = dict(optimizer.state.get(parameter, {}))
     elif record.steps and record.binding is binding:
-        state = _moments(binding, record)
+        state = _moments(engine, binding, record)
     else:
         state = {}
     master = engine.master_of(record) if state else None
     return state if master is None else {**state, MASTER: master}
 
 
-def _moments(binding: Binding, record: ParamRecord) -> dict[str, Any]:
+def _moments(engine: Engine, binding: Binding, record: ParamRecord) -> dict[str, Any]:
     rule, group = binding.rule, record.group or {}
-    state: dict[str, Any] = {name: moment_of(record, name) for name in (rule.states_used(group) if rule else ())}
+    names = rule.states_used(group) if rule else ()
+    state: dict[str, Any] = {name: moment_of(record, name, engine.spill) for name in names}  # no copies: one unit's
     if rule is not None and rule.name != "sgd":
         state["step"] = torch.tensor(float(record.steps))
     elif not state:

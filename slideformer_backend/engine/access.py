@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
 
-from ..errors import StateError
+from ..errors import StateError, UnsupportedError
 from ..storage import Slab
 from ..transfer import GradientBuffer
 from .edges import device_gradient, set_device_gradient
 from .guard import guard, guarded_class, plain
-from .unit import ONE, ParamRecord, Weights
+from .unit import ONE, ParamRecord, Unit, Weights
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -94,13 +95,7 @@ class ParameterAccess(_OfRecord):
 
     def set_data(self, value: torch.Tensor) -> None:
         record = self._record
-        if value.shape != record.spec.shape or value.dtype != record.spec.dtype:
-            raise StateError(
-                f"{record.name}: assigning .data of another shape or dtype to a sliding parameter is not possible.",
-                found=f"{tuple(value.shape)} {value.dtype}",
-                expected=f"{tuple(record.spec.shape)} {record.spec.dtype}",
-                remedy="change shapes and dtypes before accelerator.prepare()",
-            )
+        _check_data(record, value)
         self.before(writes=True)
         record.host.copy_(plain_value(value))
         self.after(aliased=False)
@@ -226,15 +221,42 @@ class EdgeAccess(_OfRecord):
     def set_data(self, value: torch.Tensor) -> None:
         self.before(writes=True)
         record = self._record
-        if value.shape != record.spec.shape or value.dtype != record.spec.dtype:
-            raise StateError(f"{record.name}: assigning .data of another shape or dtype is not possible after prepare.")
+        _check_data(record, value)
         plain(record.parameter).copy_(plain_value(value))
         self.after(aliased=False)
+
+
+def take_gradients(units: Iterable[Unit]) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
+    """Gradients that parameters have before they are guarded; the parameters have none afterwards."""
+    found = []
+    for record in (record for unit in units for record in unit.trainable):
+        gradient = record.parameter.grad
+        if gradient is not None:
+            found.append((record.parameter, gradient))
+            record.parameter.grad = None
+    return found
+
+
+def give_gradients(found: Iterable[tuple[torch.nn.Parameter, torch.Tensor]]) -> None:
+    """Assign gradients to guarded parameters, as user code does."""
+    for parameter, gradient in found:
+        parameter.grad = gradient.to(parameter.device)
 
 
 def plain_value(value: torch.Tensor) -> torch.Tensor:
     """A user's tensor without a graph (its own guard, if it has one, still settles)."""
     return value.detach()
+
+
+def _check_data(record: ParamRecord, value: torch.Tensor) -> None:
+    if value.shape != record.spec.shape or value.dtype != record.spec.dtype:
+        raise UnsupportedError(
+            f"{record.name} cannot change its shape or dtype any more: its memory is laid out.",
+            found=f"{tuple(value.shape)} {value.dtype}",
+            expected=f"{tuple(record.spec.shape)} {record.spec.dtype}",
+            remedy="resize_token_embeddings() and the like before accelerator.prepare(), or free_memory() and prepare"
+            " again",
+        )
 
 
 def _check_gradient(record: ParamRecord, value: torch.Tensor) -> None:

@@ -7,11 +7,12 @@ from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .access import EdgeAccess, ParameterAccess
+from .access import EdgeAccess, ParameterAccess, give_gradients, take_gradients
 from .driver import UnitForward
 from .guard import guard, unguard
-from .hooks import Accumulated, BeforeAccumulation, BeforeForward, Removable
+from .hooks import Accumulated, BeforeAccumulation, BeforeAnyStep, BeforeForward, Removable
 from .redo_log import PEEK
 from .spill import has_failed
 from .unit import ParamRecord, Unit, Weights
@@ -30,6 +31,7 @@ def take_parameters(
     Returns:
         What ends the hooks, and the drivers. ``records`` finds a parameter's record from now on.
     """
+    gradients = take_gradients(engine.units)
     hooks: list[Removable] = []
     forwards: list[UnitForward] = []
     for unit in engine.units:
@@ -44,6 +46,8 @@ def take_parameters(
         if unit.module is not None:
             forwards.append(UnitForward(engine, unit, unit.module))
     hooks.append(engine.model.register_forward_pre_hook(BeforeForward(engine)))
+    hooks.append(register_optimizer_step_pre_hook(BeforeAnyStep(engine)))
+    give_gradients(gradients)
     return hooks, forwards
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ..errors import StateError
 from .backward import PostBackward, Visit
 from .guard import tensors_in
 from .recompute import Runner, autocast_cache_off, hf_checkpointing_off, unit_context
@@ -33,6 +34,8 @@ class UnitForward:
         self._unit = unit
         self._module = weakref.ref(module)
         self._own = module.__dict__.get("forward")
+        # module.compile() compiles what calls `forward`, us included: compiled code runs inside, in its place.
+        self._compiled = module.__dict__.pop("_compiled_call_impl", None)
         self.__name__ = "forward"
         self.__doc__ = type(module).forward.__doc__
         self.__signature__ = inspect.signature(type(module).forward)
@@ -65,8 +68,27 @@ class UnitForward:
         module.__dict__.pop("forward", None)
         if self._own is not None:
             module.__dict__["forward"] = self._own
+        if self._compiled is not None:
+            module.__dict__["_compiled_call_impl"] = self._compiled
 
     def _original(self, module: nn.Module) -> Callable[..., Any]:
+        if self._compiled is not None and module is self._module() and not _has_hooks(module):
+            return self._run_compiled
+        return self._eager(module)
+
+    def _run_compiled(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        if module is None or self._compiled is None:
+            raise StateError("a compiled unit is gone")
+        ours = module.__dict__.pop("forward")
+        if self._own is not None:
+            module.__dict__["forward"] = self._own
+        try:
+            return self._compiled(*args, **kwargs)
+        finally:
+            module.__dict__["forward"] = ours
+
+    def _eager(self, module: nn.Module) -> Callable[..., Any]:
         if self._own is None:
             return types.MethodType(type(module).forward, module)
         function = getattr(self._own, "__func__", None)
@@ -112,6 +134,12 @@ class UnitForward:
             if tensor.requires_grad:
                 tensor.register_hook(_OpenHook(backward.open, visit))
         return output
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    # they have run around us already, and the compiled call would run them again
+    names = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    return any(getattr(module, name) for name in names)
 
 
 class _OpenHook:

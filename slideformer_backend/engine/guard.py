@@ -122,8 +122,8 @@ def _deepcopy(self: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
         else:  # a quantised parameter copies its scales too
             copied = type(copied).__deepcopy__(copied, memo)
         memo[id(self)] = copied
-    copied: torch.Tensor = memo[id(self)]
-    return copied
+    found: torch.Tensor = memo[id(self)]
+    return found
 
 
 def _reduce_ex(self: torch.Tensor, protocol: int) -> Any:

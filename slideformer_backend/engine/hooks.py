@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
+from ..errors import UnsupportedError
 from .driver import UnitForward
 from .unit import ParamRecord
 
@@ -77,6 +79,25 @@ class BeforeForward:
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return NoHook, ()
+
+
+class BeforeAnyStep:
+    """Global pre-hook of optimizer steps: refuses one inside backward, whose update would be lost with the slot."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = weakref.ref(engine)
+
+    def __call__(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        engine = self._engine()
+        if engine is None or not engine.backward.is_inside():
+            return
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            record = engine.record_of(parameter)
+            if record is not None:
+                raise UnsupportedError(
+                    f"{type(optimizer).__name__} steps {record.name} inside backward (from a gradient hook).",
+                    remedy="call step() after backward; the engine updates each layer during backward by itself",
+                )
 
 
 class NoHook:

@@ -6,7 +6,6 @@ result is the same bit for bit and half the bytes slide. Everything else keeps i
 
 from __future__ import annotations
 
-import functools
 import inspect
 from types import CodeType
 
@@ -45,7 +44,6 @@ def _is_autocast_module(module: nn.Module) -> bool:
     return type(module).forward in _AUTOCAST_FORWARDS
 
 
-@functools.cache
 def _reads_weights(kind: type[nn.Module]) -> bool:
     """Whether the forward of ``kind``, or a method that it names, mentions weights of modules inside."""
     if kind.forward in _AUTOCAST_FORWARDS:

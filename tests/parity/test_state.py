@@ -1,5 +1,6 @@
 """State in and out: resume bit for bit, checkpoints that other programs can read."""
 
+import contextlib
 import io
 
 import pytest
@@ -169,3 +170,36 @@ def test_detach_leaves_a_plain_model_that_trains_on(device, policy, precision):
             steps(run, optimizer, 2, first=2)
 
     check(llama(dtype), script, device, policy=policy, autocast=autocast)
+
+
+@each_policy
+@each_precision
+@pytest.mark.parametrize("then", ["step", "zero_grad", "backward"])
+def test_gradients_from_before_prepare(device, policy, precision, then):
+    """They are the parameter's, as ever: stepped, forgotten or added to."""
+    dtype, autocast = PRECISIONS[precision]
+    if policy == "immediate" and then == "backward":
+        pytest.skip("accumulates, which update: immediate has to be told about")
+
+    def make():
+        model = llama(dtype)()
+        with torch.autocast("cpu", autocast) if autocast else contextlib.nullcontext():
+            language_loss(model(batch(40)), batch(40)).backward()
+        return model
+
+    def script(run):
+        optimizer = run.optimizer(torch.optim.AdamW, lr=1e-2, fused=True)
+        if then == "backward":
+            ids = batch(41, device=run.device)
+            run.backward(language_loss(run.forward(ids), ids))
+        run.see_gradients()
+        if then == "zero_grad":
+            optimizer.zero_grad()
+            run.see_gradients()
+        else:
+            optimizer.step()
+            optimizer.zero_grad()
+        run.see_weights()
+        steps(run, optimizer, 2)
+
+    check(make, script, device, policy=policy, autocast=autocast)
