@@ -55,6 +55,7 @@ def _train(
     stream: torch.cuda.Stream | None = None,
     accumulate: int = 1,
     clip: float | None = None,
+    inputs_leave: bool = False,
 ) -> list[torch.Tensor]:
     """Gradients norms, losses and weights of a few steps."""
     device = torch.device("cuda")
@@ -63,6 +64,7 @@ def _train(
     config = SlideFormerConfig(cpu_threads=2, update=update, prefetch=2, gpu_memory=tight(model))
     engine = attach(model, config, device=device, monitor=monitor)
     engine.bind(optimizer)
+    engine.boundaries.is_on, engine.boundaries.least, engine.boundaries.kept = inputs_leave, 0, 1
     _delay(engine, delayed, most_ms, seed=7)
     seen: list[torch.Tensor] = []
     with torch.cuda.stream(stream):
@@ -109,6 +111,13 @@ def test_equal_under_delays(delayed, update):
     assert _same(expected, _train(update=update, delayed=delayed, monitor=_quiet_monitor()))
 
 
+@pytest.mark.parametrize("delayed", [(), ("out",), ("back",), ("out", "back", "h2d", "update")])
+def test_equal_when_inputs_of_units_leave(delayed):
+    expected = _train(accumulate=2)
+    found = _train(accumulate=2, delayed=delayed, compute_ms=2.0, monitor=_quiet_monitor(), inputs_leave=True)
+    assert _same(expected, found)
+
+
 @pytest.mark.parametrize("lane", ["h2d", "d2h"])
 def test_equal_with_100_ms_on_one_stream(lane):
     """HAZARDS 2; the slot pools are at their smallest."""
@@ -140,11 +149,21 @@ def test_equal_inside_a_users_stream(clip):
         ("advance after gradient filled", ("d2h",), 0.0),
         ("compute after weights refreshed", ("h2d",), 0.0),
         ("compute after pending gradient", ("h2d",), 0.0),
+        ("compute after boundary loaded", ("back",), 0.0),
+        ("store after compute", (), 20.0),
+        ("load after boundary stored", ("out",), 0.0),
     ],
 )
 def test_a_wait_left_out_is_seen_by_delay(wait, delayed, compute_ms):
     expected = _train(accumulate=2)
     monitor = _quiet_monitor(skip=wait)
-    found = _train(accumulate=2, delayed=delayed, compute_ms=compute_ms, most_ms=30.0, monitor=monitor)
+    found = _train(
+        accumulate=2,
+        delayed=delayed,
+        compute_ms=compute_ms,
+        most_ms=30.0,
+        monitor=monitor,
+        inputs_leave="boundary" in wait or wait.startswith("store"),
+    )
     assert wait in monitor.waits_seen
     assert not _same(expected, found)
