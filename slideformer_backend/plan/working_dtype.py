@@ -28,7 +28,8 @@ def autocast_weights(block: nn.Module, autocast_dtype: torch.dtype | None) -> se
     """
     if autocast_dtype is None:
         return set()
-    read = {id(child) for module in block.modules() if _reads_weights(type(module)) for child in module.modules()}
+    readers_of_others = {kind for kind in {type(module) for module in block.modules()} if _reads_weights(kind)}
+    read = {id(child) for module in block.modules() if type(module) in readers_of_others for child in module.modules()}
     readers: dict[int, list[bool]] = {}
     for module in block.modules():
         casts = _is_autocast_module(module) and id(module) not in read

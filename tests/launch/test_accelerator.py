@@ -460,11 +460,12 @@ class TestLater:
             launch,
             placement,
             questionnaire,
+            recipe_flag,
             trainer,
             transformers_,
         )
 
-        parts = (accelerate_, checkpoints, launch, placement, questionnaire, trainer, transformers_)
+        parts = (accelerate_, checkpoints, launch, placement, questionnaire, recipe_flag, trainer, transformers_)
         expected = [patch for part in parts for patch in part.patches()]
         for patch in expected:
             importlib.import_module(patch.module)
