@@ -1,4 +1,36 @@
-"""What tests measured is shown at the end of the output, also when worker processes ran them."""
+"""For all tests: kernels run in Triton's interpreter where there is no GPU; what tests measured is shown at the end of
+the output, also when worker processes ran them."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from pathlib import Path
+
+import torch
+
+KERNELS = Path(__file__).resolve().parents[1] / "kernels"
+
+
+def _import_interpreted() -> None:
+    """Imports all kernels with the interpreter switched on; whatever runs later in this process does not see it.
+
+    Here, since Triton's own library (``tl.sum``) is made for the interpreter, or not, when it is first imported.
+    """
+    before = os.environ.get("TRITON_INTERPRET")
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        for path in sorted(KERNELS.glob("*.py")):
+            importlib.import_module(f"slideformer_backend.kernels.{path.stem}")
+    finally:
+        if before is None:
+            del os.environ["TRITON_INTERPRET"]
+        else:
+            os.environ["TRITON_INTERPRET"] = before
+
+
+if not torch.cuda.is_available():
+    _import_interpreted()
 
 
 def pytest_terminal_summary(terminalreporter):

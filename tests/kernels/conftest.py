@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,25 +11,6 @@ import torch
 from tests.kernels.truth import DEVICE
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-KERNELS = Path(__file__).resolve().parents[2] / "kernels"
-
-
-def _import_interpreted() -> None:
-    """Imports all kernels with the interpreter switched on; whatever runs later in this process does not see it."""
-    before = os.environ.get("TRITON_INTERPRET")
-    os.environ["TRITON_INTERPRET"] = "1"
-    try:
-        for path in sorted(KERNELS.glob("*.py")):
-            importlib.import_module(f"slideformer_backend.kernels.{path.stem}")
-    finally:
-        if before is None:
-            del os.environ["TRITON_INTERPRET"]
-        else:
-            os.environ["TRITON_INTERPRET"] = before
-
-
-if DEVICE.type == "cpu":
-    _import_interpreted()
 
 
 @pytest.fixture(autouse=True)
