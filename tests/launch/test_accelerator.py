@@ -463,9 +463,10 @@ class TestLater:
             recipe_flag,
             trainer,
             transformers_,
+            trl_,
         )
 
-        parts = (accelerate_, checkpoints, launch, placement, questionnaire, recipe_flag, trainer, transformers_)
+        parts = (accelerate_, checkpoints, launch, placement, questionnaire, recipe_flag, trainer, transformers_, trl_)
         expected = [patch for part in parts for patch in part.patches()]
         for patch in expected:
             importlib.import_module(patch.module)
