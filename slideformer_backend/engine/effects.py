@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Iterator
+from types import FunctionType, MethodType
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
-_NUMBERS = (bool, int, float, type(None))
+_NUMBERS = frozenset({bool, int, float, type(None)})
+_NEVER = frozenset({dict, OrderedDict, set, str, tuple, list, FunctionType, MethodType})
+"""Types that are neither tensors nor generators, so that no slower test is needed."""
 _Items = dict[str, Any]
 
 
@@ -27,36 +31,39 @@ class Effects:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._then = [(owner, {name: _kept(value) for name, value in items.items()}) for owner, items in _items(module)]
-        self._generators = [
-            (value, value.get_state())
-            for child in module.modules()
-            for value in child.__dict__.values()
-            if isinstance(value, torch.Generator)
-        ]
+        self._then: list[tuple[_Items, _Items]] = []
+        self._generators = []
+        for child in module.modules():
+            for owner in (child.__dict__, child._buffers):
+                found, tensors, generators = _look(owner)
+                found.update((name, _kept(value)) for name, value in tensors)
+                self._then.append((owner, found))
+                self._generators += [(generator, generator.get_state()) for generator in generators]
         self._python = random.getstate()
         self._numpy = np.random.get_state()
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
         """The module is as it was then; afterwards it is as it is now, whatever the code inside did."""
-        now = [(owner, _restorable(owner)) for owner, _ in self._then]
+        now = [(owner, _look(owner).found) for owner, _ in self._then]
         generators = [(generator, generator.get_state()) for generator, _ in self._generators]
         python, numpy = random.getstate(), np.random.get_state()
-        self._set([(owner, {name: _kept(value) for name, value in items.items()}) for owner, items in self._then])
+        for (owner, items), (_, present) in zip(self._then, now, strict=True):
+            self._set(owner, {name: _kept(value) for name, value in items.items()}, present)
         self._set_generators(self._generators, self._python, self._numpy)
         try:
             yield
         finally:
-            self._set(now)
+            for owner, items in now:
+                self._set(owner, items, _look(owner).found)
             self._set_generators(generators, python, numpy)
 
     @staticmethod
-    def _set(state: Iterable[tuple[_Items, _Items]]) -> None:
-        for owner, items in state:
-            for name in _restorable(owner).keys() - items.keys():
+    def _set(owner: _Items, items: _Items, present: _Items) -> None:
+        if present.keys() != items.keys():
+            for name in present.keys() - items.keys():
                 del owner[name]  # the forward made this attribute
-            owner.update(items)
+        owner.update(items)
 
     @staticmethod
     def _set_generators(generators: list[tuple[torch.Generator, torch.Tensor]], python: Any, numpy: Any) -> None:
@@ -66,14 +73,29 @@ class Effects:
         np.random.set_state(numpy)
 
 
-def _items(module: nn.Module) -> Iterator[tuple[_Items, _Items]]:
-    for child in module.modules():
-        for owner in (child.__dict__, child._buffers):
-            yield owner, _restorable(owner)
+class _Found(NamedTuple):
+    """What of a module's attributes is put back: all of it by name, and which of it are tensors; generators."""
+
+    found: _Items
+    tensors: list[tuple[str, torch.Tensor]]
+    generators: list[torch.Generator]
 
 
-def _restorable(owner: _Items) -> _Items:
-    return {name: value for name, value in owner.items() if type(value) in _NUMBERS or _is_tensor(value)}
+def _look(owner: _Items) -> _Found:
+    found: _Items = {}
+    tensors: list[tuple[str, torch.Tensor]] = []
+    generators: list[torch.Generator] = []
+    for name, value in owner.items():
+        kind = type(value)
+        if kind in _NUMBERS:
+            found[name] = value
+        elif kind not in _NEVER:  # most attributes end here: modules' own dictionaries, names, configurations
+            if _is_tensor(value):
+                found[name] = value
+                tensors.append((name, value))
+            elif isinstance(value, torch.Generator):
+                generators.append(value)
+    return _Found(found, tensors, generators)
 
 
 def _is_tensor(value: object) -> bool:
@@ -82,6 +104,6 @@ def _is_tensor(value: object) -> bool:
 
 def _kept(value: Any) -> Any:
     """A copy; of a tensor with a graph an alias without it, which keeps no earlier graph alive."""
-    if not isinstance(value, torch.Tensor):
+    if type(value) in _NUMBERS:
         return value
     return value.detach().clone() if value.grad_fn is None else value.detach()
