@@ -7,6 +7,7 @@ import logging
 import torch
 
 from ..config import SlideFormerConfig
+from ..plan.host_budget import probe_host_budget
 from ..plan.ledger import resident_bytes
 from ..plan.placement import Placement, UnitCost, edges_may_update_on_device, place, spare_device_bytes
 from ..storage import HostMemory
@@ -87,15 +88,23 @@ class Residency:
         budget = self.budget
         costs = [UnitCost(u.index, _resident_bytes(u), self._activations.get(u.index, 0)) for u in sliding]
         spare = spare_device_bytes(budget, self._peak)
+        leaving = boundaries.freeable(len(costs))
+        if leaving > self._host_room() // 2:
+            leaving = 0  # the host has no room for them
         self.placement = place(
             costs,
             spare,
             recompute=self._config.recompute,
             activations=self._config.activations,
-            boundaries=boundaries.freeable(len(costs)),
+            boundaries=leaving,
         )
         logger.info("SlideFormer: %s", self.placement.reason)
         return self.placement
+
+    def _host_room(self) -> int:
+        """Host bytes that are still free, within ``host_memory``."""
+        cap, room = self._config.host_memory, probe_host_budget().available
+        return room if cap == "auto" else min(room, cap - self._memory.allocated)
 
     def can_move(self, unit: Unit) -> bool:
         """Whether nothing of the unit is in use or in flight that a move would lose."""
