@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import threading
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from types import FrameType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -30,6 +33,23 @@ def array_type(kind: str) -> Numba:
     return types.Array(STORAGE[kind].item, 1, "C")
 
 
+@contextlib.contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Ctrl-C waits until the end: raised inside a callback of the compiler, it would be printed and forgotten."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    caught: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: caught.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if caught:
+        handler(*caught[0])
+
+
 class KernelCache:
     """Compiled kernels by name and kinds. Each is compiled once, even when several workers ask for it at once."""
 
@@ -47,8 +67,9 @@ class KernelCache:
             with self._lock:
                 kernel = self._kernels.get(key)
                 if kernel is None:
-                    function, signature = self._builders[name](*details)
-                    kernel = self._kernels[key] = njit(signature, **OPTIONS)(function)
+                    with _interrupts_held():
+                        function, signature = self._builders[name](*details)
+                        kernel = self._kernels[key] = njit(signature, **OPTIONS)(function)
         return kernel
 
     def __len__(self) -> int:

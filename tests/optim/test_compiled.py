@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import threading
 import time
 
@@ -118,6 +119,28 @@ def best(function, repeats=7):
         function()
         times.append(time.perf_counter() - start)
     return min(times)
+
+
+def test_an_interrupt_while_a_kernel_is_compiled_is_raised_afterwards():
+    """Inside the compiler's callbacks it would be printed and forgotten."""
+    reached = []
+
+    def built():
+        signal.raise_signal(signal.SIGINT)
+        time.sleep(0.01)  # the interpreter runs pending handlers
+        reached.append(True)
+        return numba_convert.kernels._builders["widen"]("bf16")
+
+    cache = KernelCache({"widen": built})
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a worker of pytest ignores it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            cache("widen")
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert reached
+    assert len(cache) == 1
 
 
 def test_throughput(capsys):
