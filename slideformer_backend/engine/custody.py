@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,9 +13,8 @@ from .access import EdgeAccess, ParameterAccess, give_gradients, take_gradients
 from .driver import UnitForward
 from .guard import guard, unguard
 from .hooks import Accumulated, BeforeAccumulation, BeforeAnyStep, BeforeForward, Removable
-from .redo_log import PEEK
-from .spill import has_failed
-from .unit import ParamRecord, Unit, Weights
+from .operation import Operation, has_failed
+from .unit import ParamRecord, Unit
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -73,25 +72,40 @@ def _release(engine: Engine, record: ParamRecord, gradient: torch.Tensor | None)
 def salvage(engine: Engine) -> None:
     """After a failure: bring the weights of each unit back to the last completed step, where that is possible."""
     engine.spill.recover()
-    lost = [unit.name for unit in engine.units if not _settles(engine, unit)]
+    lost = [unit.name for unit in engine.units if not _is_restored(engine, unit)]
     if lost:
         logger.error(
-            "SlideFormer: after the failure, weights of %d units may be those of the unfinished step: %s.",
+            "SlideFormer: after the failure, weights of %d units may be of an earlier step or the unfinished one: %s.",
             len(lost),
             ", ".join(lost),
         )
 
 
-def _settles(engine: Engine, unit: Unit) -> bool:
-    failed = next((operation for operation in unit.operations if has_failed(operation)), None)
-    if failed is not None:
-        if not failed.name.startswith(PEEK):
-            return True  # an update: the weights are still those from before it
+def _is_restored(engine: Engine, unit: Unit) -> bool:
+    failed = [operation for operation in unit.operations if has_failed(operation.ticket)]
+    if has_failed(unit.sent):
+        unit.sent = None  # it is over, which is all that a write to the weights waits for
+    is_shown = not (unit.is_resident and has_failed(unit.refreshed))
+    if not is_shown and unit.exposed:
+        return False  # what the user wrote is in parameters of an earlier step
+    if failed:
         unit.operations.clear()
         unit.updated = None
-        unit.weights_are = Weights.STALE
     try:
-        engine.policy.settle(unit)
+        _catch_up(engine, unit, failed)
+        if not is_shown:
+            engine.edges.send_weights(unit, unit.trainable)
+            engine.backend.synchronize("host waits for weights sent", unit.sent)
     except Exception:
         return False
     return True
+
+
+def _catch_up(engine: Engine, unit: Unit, failed: Sequence[Operation]) -> None:
+    """Bring the host weights of ``unit`` to its last ``step()``, by as few of its failed operations as that takes."""
+    for operation in failed:
+        if operation.step == unit.steps:
+            return  # this one, and what comes behind it, was for a step that did not happen
+        engine.policy.redo(unit, operation)
+        engine.backend.synchronize("host waits for update", unit.updated)
+    engine.policy.settle(unit)

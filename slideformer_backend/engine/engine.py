@@ -174,7 +174,6 @@ class Engine:
     def step(self, binding: Binding) -> None:
         """``optimizer.step()`` of a bound optimizer."""
         self.backward.finish_outside()
-        self.spill.check()
         self._prepare(binding, binding.assign())
         self.backend.step()
         self.stepper.step(binding)
@@ -183,7 +182,6 @@ class Engine:
         self._fetch_first()
         self.spill.write_back()
         self.spill.read_ahead(self.schedule.backward_order())
-        self.spill.check()
 
     def step_was_skipped(self, optimizer: Optimizer) -> bool:
         """Whether the last ``step()`` of ``optimizer`` was dropped because of non-finite gradients."""

@@ -126,8 +126,6 @@ class Immediate(UpdatePolicy):
 
     def adopt(self, unit: Unit) -> None:
         records = unit.trainable
-        unit.content += 1
-        unit.steps += 1
         if records and "master" in unit.states:
             self.operate(
                 unit,
@@ -137,6 +135,8 @@ class Immediate(UpdatePolicy):
                 writes=(unit.weights,),
                 states="read",
             )
+        unit.content += 1
+        unit.steps += 1
 
     def _apply(self, unit: Unit, records: Sequence[ParamRecord], entries: Sequence[Entry]) -> None:
         buffer = unit.gradient

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from functools import partial
 
 import torch
 
@@ -18,9 +18,13 @@ from ..transfer import Backend, GradientBuffer, GradientPool, Ticket, copy
 from .arithmetic import Arithmetic
 from .guard import plain
 from .norms import Norms
+from .operation import Operation, Use, follow, nothing
 from .spill import Spill
 from .unit import ONE, Entry, ParamRecord, Unit, Weights
 from .window import Window
+
+ONLY_ORDER = frozenset({"update after weights sent", "clip after gradient sent"})
+"""Waits for transfers that only read what an operation writes."""
 
 
 class UpdatePolicy(abc.ABC):
@@ -101,12 +105,13 @@ class UpdatePolicy(abc.ABC):
             self.recycle(unit, previous)
 
     def recycle(self, unit: Unit, buffer: GradientBuffer) -> None:
-        """Give a buffer back once everything submitted so far has read it."""
+        """Give a buffer back once everything submitted so far has read it; never if some of that has failed."""
         monitor = self.backend.monitor
         spoils = monitor is not None and monitor.poison and not buffer.is_held()
-        slab = buffer.slab
+        slab, before = buffer.slab, unit.updated
 
         def release() -> None:
+            follow(before)  # what was not done is done again from this gradient
             if spoils and monitor is not None:
                 monitor.spoil(slab)
 
@@ -224,7 +229,6 @@ class UpdatePolicy(abc.ABC):
             after["reconcile after weights pulled"] = self.pull(unit)
             for record in unit.records:
                 record.predicted = None
-            unit.weights_are = Weights.CURRENT  # resident weights are those of the last step, whatever was predicted
         self.operate(
             unit,
             f"user's writes to {unit.name}",
@@ -233,6 +237,8 @@ class UpdatePolicy(abc.ABC):
             writes=(unit.weights,),
             states="write" if has_master else "",
         )
+        if unit.is_resident:
+            unit.weights_are = Weights.CURRENT  # resident weights are those of the last step, whatever was predicted
 
     def pull(self, unit: Unit) -> Ticket:
         """Bring the resident parameters of an edge unit to its host working weights."""
@@ -287,17 +293,44 @@ class UpdatePolicy(abc.ABC):
         after: Mapping[str, Ticket | None],
         reads: Sequence[Tracked] = (),
         writes: Sequence[Tracked] = (),
-        states: Literal["", "read", "write"] = "",
+        states: Use = "",
     ) -> None:
-        """Queue host arithmetic of ``unit`` on the update lane; ``states``: whether it reads or writes those too."""
+        """Queue host arithmetic of ``unit`` on the update lane, behind what it did before and only if that succeeded.
+
+        ``states``: whether it reads or writes those too. Call it before noting what the weights will be.
+        """
+        shown = unit.weights_are is Weights.CURRENT and not any(record.shows_master for record in unit.records)
+        step = unit.steps if shown else None
+        operation = Operation(name, run, after=after, reads=reads, writes=writes, states=states, step=step)
         if states:
             after = {**after, **self.spill.use(unit, writes=states == "write")}
             reads, writes = [*reads], [*writes]
             (writes if states == "write" else reads).extend(unit.states.values())
-        unit.updated = self.backend.update.submit(name, run, after=after, reads=reads, writes=writes, line=unit.line)
-        while unit.operations and unit.operations[0].has_succeeded:
+        run = partial(operation.execute, unit.updated)
+        ticket = self.backend.update.submit(name, run, after=after, reads=reads, writes=writes, line=unit.line)
+        unit.updated = operation.ticket = ticket
+        while unit.operations and unit.operations[0].ticket.has_succeeded:
             del unit.operations[0]
-        unit.operations.append(unit.updated)
+        unit.operations.append(operation)
+
+    def redo(self, unit: Unit, operation: Operation) -> None:
+        """Queue an operation that a failure prevented, as the next of ``unit``. Its inputs must be there by now; a
+        transfer that it had to let pass is over, whatever came of it.
+
+        Raises:
+            Exception: what made it fail, where it cannot be done again.
+        """
+        if operation.has_begun:
+            operation.ticket.wait_issued()
+        self.operate(
+            unit,
+            operation.name,
+            operation.run,
+            after={name: ticket for name, ticket in operation.after.items() if name not in ONLY_ORDER},
+            reads=operation.reads,
+            writes=operation.writes,
+            states=operation.states,
+        )
 
     @staticmethod
     def before_weights(unit: Unit) -> dict[str, Ticket | None]:
@@ -309,7 +342,3 @@ class UpdatePolicy(abc.ABC):
         if size not in self._pools:
             self._pools[size] = GradientPool(self.memory, str(size), size)
         return self._pools[size]
-
-
-def nothing() -> None:
-    """Only the order matters: what follows on the lane runs behind the transfer."""

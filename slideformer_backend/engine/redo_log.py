@@ -14,9 +14,6 @@ from .arithmetic import Update
 from .policy import UpdatePolicy
 from .unit import ONE, Entry, ParamRecord, Unit, Weights
 
-PEEK = "peek"
-"""What operations that only derive the working weights are called."""
-
 
 class RedoLog(UpdatePolicy):
     """Exact updates that overlap backward.
@@ -38,7 +35,6 @@ class RedoLog(UpdatePolicy):
         logged_buffer = unit.logged
         logged = self._take_log(unit)
         if predicted:
-            unit.weights_are = Weights.SPECULATIVE
             self.operate(
                 unit,
                 f"advance of {unit.name}",
@@ -50,6 +46,7 @@ class RedoLog(UpdatePolicy):
                 writes=(unit.weights,),
                 states="write",
             )
+            unit.weights_are = Weights.SPECULATIVE
         elif logged and logged_buffer is not None:
             self._submit_commit(unit, logged, logged_buffer)
         if logged_buffer is not None and logged_buffer is not buffer:
@@ -88,8 +85,8 @@ class RedoLog(UpdatePolicy):
         rest = [record for record in unit.trainable if id(record) not in ahead]
         for record in unit.records:
             record.predicted = None
-        unit.weights_are = Weights.CURRENT
         if "master" not in unit.states:
+            unit.weights_are = Weights.CURRENT
             return
 
         def run() -> None:
@@ -101,13 +98,14 @@ class RedoLog(UpdatePolicy):
             after["peek after gradient filled"] = unit.logged.filled
         self.operate(
             unit,
-            f"{PEEK} of {unit.name}",
+            f"peek of {unit.name}",
             run,
             after=after,
             reads=_slabs(unit.logged),
             writes=(unit.weights,),
             states="read",
         )
+        unit.weights_are = Weights.CURRENT
 
     def void(self, unit: Unit) -> None:
         if unit.weights_are is Weights.SPECULATIVE:

@@ -22,6 +22,7 @@ import torch
 
 from ..storage import HostMemory, PagedSlab, Region, Slab, Ticket, Tier, Tracked
 from ..transfer import Backend
+from .operation import follow, has_failed
 from .unit import Unit
 
 
@@ -258,7 +259,7 @@ class Spill:
         parts, tier, before = list(spilled.parts.values()), self.tier, spilled.stored
 
         def run() -> None:
-            _follow(before)
+            follow(before)
             if tier is not None:
                 self._wait([tier.write(part.region, 0, part.slab.flat) for part in parts])
 
@@ -277,7 +278,7 @@ class Spill:
         slabs, before, monitor = spilled.slabs, spilled.stored, self._backend.monitor
 
         def run() -> None:
-            _follow(before)  # what the file does not hold, memory must
+            follow(before)  # what the file does not hold, memory must
             spilled.holds = False
             for slab in slabs:
                 if monitor is not None and monitor.poison:
@@ -305,19 +306,3 @@ class Spill:
         if errors:
             self._failure = self._failure or errors[0]
             raise errors[0]
-
-
-def _follow(before: Ticket | None) -> None:
-    """An earlier piece of work of this lane: raise what it raised."""
-    if before is not None:
-        before.wait_issued()
-
-
-def has_failed(ticket: Ticket | None) -> bool:
-    """Waits for it."""
-    try:
-        if ticket is not None:
-            ticket.synchronize()
-    except Exception:
-        return True
-    return False

@@ -77,6 +77,7 @@ class Stepper:
             self._skip(binding)
             return
         self._skips_in_a_row = 0
+        self._policy.spill.check()  # from here on the step counts: what fails later is raised by the next call
         if binding.rule is None:
             self._step_whole(binding, present, foreign)
         else:

@@ -17,6 +17,7 @@ from ..plan import UnitLayout
 from ..plan.layout import ParamSpec, Place
 from ..storage import Slab, Tracked, numpy_view
 from ..transfer import GradientBuffer, Ticket
+from .operation import Operation
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -191,8 +192,8 @@ class Unit:
     norms: Tracked = field(default_factory=lambda: Tracked("sums of squares", torch.empty(0)))
     """Stands for the results of the last norm."""
     updated: Ticket | None = None
-    operations: list[Ticket] = field(default_factory=list)
-    """Host operations that are not known to have succeeded, in order: after a failure they tell where it began."""
+    operations: list[Operation] = field(default_factory=list)
+    """Those not known to have succeeded, in order: from the first that failed on, none has been done."""
     sent: Ticket | None = None
     measured: Ticket | None = None
     refreshed: Ticket | None = None
