@@ -112,8 +112,8 @@ def recognise(module: nn.Module, device: torch.device, autocast: torch.dtype | N
                 if not reason or problem.startswith("relative"):  # says more than that widths do not fit
                     reason = problem
     if len(passed) == 1:
-        problem = _with_own_weights(module, passed[0], device)
-        return (passed[0], "") if problem is None else (None, f"with its own weights: {problem}")
+        fault = _with_own_weights(module, passed[0], device)
+        return (passed[0], "") if fault is None else (None, f"with its own weights: {fault}")
     if passed:
         reason = "it can be read in more than one way: " + " or ".join(
             ", ".join(filter(None, (found.gate, found.up, found.down))) for found in passed

@@ -135,9 +135,9 @@ def test_layers_alike_share_a_verdict():
     blocks = make("Llama").model.layers
     assert kernel_check.facts_of(blocks[0].mlp) == kernel_check.facts_of(blocks[1].mlp)
     assert kernel_check.facts_of(blocks[0].input_layernorm) == kernel_check.facts_of(blocks[1].input_layernorm)
-    assert kernel_check.facts_of(blocks[0].mlp) != kernel_check.facts_of(
-        hugging_face("Llama", intermediate_size=32).model.layers[0].mlp
-    )
+    other = Gate(["gate", "up", "down"])
+    other.down = nn.Linear(16, 8)
+    assert kernel_check.facts_of(other) != kernel_check.facts_of(Gate(["gate", "up", "down"]))
 
 
 # -- norms -------------------------------------------------------------------------------------------------------------
@@ -195,7 +195,9 @@ def test_a_dtype_in_which_the_layer_overflows_proves_nothing():
         return (x * 300) * 300 / 9e4 if x.dtype == FP32 else x * 0 + 7
 
     x = torch.linspace(1, 2, 8)
-    assert "overflows" in kernel_check.mismatch(own, fused, [x], [torch.float16], kernel_check.Case(torch.float16, None))
+    assert "overflows" in kernel_check.mismatch(
+        own, fused, [x], [torch.float16], kernel_check.Case(torch.float16, None)
+    )
 
 
 # -- rotary ------------------------------------------------------------------------------------------------------------
