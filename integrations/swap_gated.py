@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from slideformer_backend.engine.engine import Engine
 from slideformer_backend.integrations.bound_method import BoundMethod, is_eager
@@ -16,8 +17,11 @@ from slideformer_backend.kernels.gated import geglu, swiglu
 
 __all__ = ["ExpertGate", "GatedForward", "Gating", "is_candidate", "is_experts", "recognise", "recognise_experts"]
 
-_WIDTH = 32
+_OUTER, _INNER = 32, 48
+"""Widths in a check. Not the same, whatever the layer's are: a wrong idea of which projection leads back must fail."""
 _ROWS = 8
+_PART = 128
+"""Rows and columns of the layer's own weights that a check computes with, at most."""
 _SIZES = (4.0, 100.0)
 """Largest gate in a check: where activations differ in shape, and where one that clamps does."""
 
@@ -93,18 +97,27 @@ def is_experts(module: nn.Module) -> bool:
 def recognise(module: nn.Module, device: torch.device, autocast: torch.dtype | None) -> tuple[Gating | None, str]:
     """How it gates; None and why, if no kernel reproduces it."""
     dtypes = _dtypes(*(parameter.dtype for parameter in module.parameters()), autocast)
-    source, reason = generator(), ""
-    inputs = _signed(source, _ROWS, _WIDTH)
+    source, reason, passed = generator(), "", []
+    inputs = _signed(source, _ROWS, _OUTER)
     for gate, up, down in _layouts(module):
-        names = [name for name in (gate, up, down) if name]
-        scales = [_signed(source, 2, _WIDTH) for _ in names]
+        stand_ins = _stand_ins(gate, up, down, source)
+        scales = [_signed(source, stand_in.parts, stand_in.outputs) for stand_in in stand_ins.values()]
         for activation in ACTIVATIONS:
             for is_swapped in (False,) if up else (False, True):
                 gating = Gating(gate, up, down, activation, is_swapped, frozenset())
-                own, fused = _ways(module, gating, names)
-                known, reason = _known(own, fused, [inputs, *scales], dtypes, device)
+                own, fused = _ways(module, gating, stand_ins)
+                known, problem = _known(own, fused, [inputs, *scales], dtypes, device)
                 if known:
-                    return gating._replace(known=known), ""
+                    passed.append(gating._replace(known=known))
+                if not reason or problem.startswith("relative"):  # says more than that widths do not fit
+                    reason = problem
+    if len(passed) == 1:
+        fault = _with_own_weights(module, passed[0], device)
+        return (passed[0], "") if fault is None else (None, f"with its own weights: {fault}")
+    if passed:
+        reason = "it can be read in more than one way: " + " or ".join(
+            ", ".join(filter(None, (found.gate, found.up, found.down))) for found in passed
+        )
     return None, reason
 
 
@@ -112,7 +125,7 @@ def recognise_experts(
     module: nn.Module, device: torch.device, autocast: torch.dtype | None
 ) -> tuple[Gating | None, str]:
     """How its ``_apply_gate`` gates; None and why, if no kernel reproduces it."""
-    rows = _signed(generator(), _ROWS, 2 * _WIDTH)
+    rows = _signed(generator(), _ROWS, 2 * _INNER)
     dtypes, reason = _dtypes(*(parameter.dtype for parameter in module.parameters()), autocast), ""
     apply_gate: Callable[..., Any] = type(module)._apply_gate  # type: ignore[attr-defined]  # is_experts
 
@@ -131,36 +144,100 @@ def recognise_experts(
     return None, reason
 
 
-class _Scale(nn.Module):
-    """Stands for a projection in a check: elementwise, so that both ways see the same values to the last bit."""
+class _StandIn(nn.Module):
+    """Stands for a projection in a check: picks elements and scales them, so that both ways see the same values to the
+    last bit. No two pick alike, so that their order shows."""
 
-    def __init__(self, scale: torch.Tensor, parts: int) -> None:
+    def __init__(self, inputs: int, outputs: int, parts: int, source: torch.Generator) -> None:
         super().__init__()
-        self._parameters["weight"] = scale  # type: ignore[assignment]  # a tensor with a graph
-        self.scale = scale
-        self.parts = parts
+        self.inputs, self.outputs, self.parts = inputs, outputs, parts
+        self.scale = torch.empty(0)
+        spread = [torch.cat([torch.randperm(inputs, generator=source) for _ in range(2)]) for _ in range(parts)]
+        self.picked = [order[:outputs] for order in spread]
+
+    def scaled(self, scale: torch.Tensor) -> _StandIn:
+        """The same with a scale [parts, outputs]."""
+        made: _StandIn = skeleton(self)
+        made._parameters["weight"] = scale  # type: ignore[assignment]  # a tensor with a graph
+        made.scale = scale
+        return made
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` scaled, once per part."""
-        return torch.cat([x * self.scale[part].to(x.dtype) for part in range(self.parts)], -1)
+        """``x`` with its elements in another order and scaled, once per part."""
+        if x.shape[-1] != self.inputs:  # said here: an index outside would end a GPU's context
+            raise ValueError(f"{x.shape[-1]} features for a projection of {self.inputs}")
+        orders = (order.to(x.device) for order in self.picked)
+        return torch.cat([x[..., order] * self.scale[n].to(x.dtype) for n, order in enumerate(orders)], -1)
 
 
-def _ways(module: nn.Module, gating: Gating, names: list[str]) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    def stand_ins(scales: tuple[torch.Tensor, ...]) -> dict[str, _Scale]:
-        return {
-            name: _Scale(scale, 2 if name == gating.gate and not gating.up else 1)
-            for name, scale in zip(names, scales, strict=True)
-        }
+class _Dense(nn.Module):
+    """A part of a projection's own weights, without what hangs on the projection."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.weight, self.bias = weight, bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """As the linear layer."""
+        return F.linear(x, self.weight, self.bias)
+
+
+def _stand_ins(gate: str, up: str, down: str, source: torch.Generator) -> dict[str, _StandIn]:
+    parts = {gate: 1, up: 1} if up else {gate: 2}
+    made = {name: _StandIn(_OUTER, _INNER, count, source) for name, count in parts.items()}
+    return {**made, down: _StandIn(_INNER, _OUTER, 1, source)}
+
+
+def _ways(
+    module: nn.Module, gating: Gating, stand_ins: dict[str, _StandIn]
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    def scaled(scales: tuple[torch.Tensor, ...]) -> dict[str, Any]:
+        return {name: found.scaled(scale) for (name, found), scale in zip(stand_ins.items(), scales, strict=True)}
 
     def own(x: torch.Tensor, *scales: torch.Tensor) -> Any:
-        made = skeleton(module)
-        made._modules.update(stand_ins(scales))
-        return made.forward(x)
+        return _with(module, scaled(scales)).forward(x)
 
     def fused(x: torch.Tensor, *scales: torch.Tensor) -> Any:
-        return gating.apply(dict(stand_ins(scales)), x)
+        return gating.apply(scaled(scales), x)
 
     return own, fused
+
+
+def _with(module: nn.Module, projections: dict[str, Any]) -> Any:
+    """The layer with other projections."""
+    made = skeleton(module)
+    made._modules.update(projections)
+    return made
+
+
+def _with_own_weights(module: nn.Module, gating: Gating, device: torch.device) -> str | None:
+    """In what the layer differs from its recognised form with its own weights and biases; None too for weights that
+    cannot be read as a matrix (quantised), where the stand-ins alone decide."""
+    inner, outer = _size(module._modules[gating.down]) or (0, 0)
+    places, features = torch.arange(min(inner, _PART)), torch.arange(min(outer, _PART))
+    both = places if gating.up else torch.cat([places, places + inner])
+    wanted = {gating.gate: (both, features), gating.down: (features, places)}
+    if gating.up:
+        wanted[gating.up] = (places, features)
+    parts = {name: _part(module._modules[name], *chosen, device) for name, chosen in wanted.items()}
+    if any(part is None for part in parts.values()):
+        return None
+    x = _signed(generator(), _ROWS, len(features)).to(device) * _SIZES[0]
+    own = _with(module, parts).forward
+    return mismatch(own, lambda x: gating.apply(parts, x), [x], [torch.float32], Case(torch.float32, None))
+
+
+def _part(child: Any, rows: torch.Tensor, columns: torch.Tensor, device: torch.device) -> _Dense | None:
+    weight, bias = getattr(child, "weight", None), getattr(child, "bias", None)
+    inputs, outputs = _size(child) or (0, 0)
+    if not isinstance(weight, torch.Tensor) or weight.dtype not in TOLERANCE or weight.is_meta:
+        return None
+    if tuple(weight.shape) != (outputs, inputs):
+        return None
+    with torch.no_grad():  # copies: an alias of a managed weight would bind it to its place
+        rows, columns = rows.to(weight.device), columns.to(weight.device)
+        matrix = weight.index_select(0, rows).index_select(1, columns).to(device, torch.float32)
+        return _Dense(matrix, None if bias is None else bias.index_select(0, rows).to(device, torch.float32))
 
 
 def _known(

@@ -25,6 +25,8 @@ __all__ = ["AttentionForward", "Patched", "Turn", "functions_of", "recognise"]
 
 _PARAMETERS = ["q", "k", "cos", "sin"]
 _ROWS, _HEADS, _LENGTH, _SIZE = 2, 3, 5, 16
+_WIDTHS = {False: _SIZE, True: 6}
+"""Turned elements, by whether that is a part: neither half nor a quarter, which functions could take by themselves."""
 
 Style = Literal["halves", "pairs", "pairs of halves"]
 """What is turned against what, and where the angles are: halves of a head, angles twice one after the other (Llama);
@@ -149,6 +151,8 @@ class AttentionForward(BoundMethod):
         # once per layer and width, since it waits for the device: a model makes its angles in one way
         key = (function, cos.shape[-1])
         if key not in self._verdicts:
+            if not sin.any():
+                return None  # place 0 only: there all ways to lay angles out look alike
             self._verdicts[key] = turn.reads_all_of(cos, sin)
         return turn if self._verdicts[key] else None
 
@@ -182,9 +186,7 @@ def recognise(function: Callable[..., Any], dtypes: list[torch.dtype], device: t
     for style in styles:
         known = set()
         for is_partial in (False, True):
-            width = _SIZE // 2 if is_partial else _SIZE
-            angle = torch.rand(_ROWS, _LENGTH, width // 2, generator=source) * 6
-            angle = angle.repeat_interleave(2, -1) if style == "pairs" else torch.cat([angle, angle], -1)
+            angle = _angles(style, _WIDTHS[is_partial], source)
             for kind, of_angle in _pairs(dtypes):
                 cos, sin = (tensor.to(device, of_angle) for tensor in (angle.cos(), angle.sin()))
                 problem = _problem(function, Turn(style, frozenset()), [q, k], (cos, sin), kind)
@@ -195,6 +197,14 @@ def recognise(function: Callable[..., Any], dtypes: list[torch.dtype], device: t
         if known:
             return Turn(style, frozenset(known)), ""
     return None, reason or "a dtype without a kernel"
+
+
+def _angles(style: Style, width: int, source: torch.Generator) -> torch.Tensor:
+    """Random angles [rows, length, width], the second half of it arbitrary where a style does not read it."""
+    angle, other = torch.rand(2, _ROWS, _LENGTH, width // 2, generator=source) * 6
+    if style == "pairs":
+        return angle.repeat_interleave(2, -1)
+    return torch.cat([angle, other if style == "pairs of halves" else angle], -1)
 
 
 def _pairs(dtypes: list[torch.dtype]) -> list[tuple[torch.dtype, torch.dtype]]:
