@@ -102,8 +102,8 @@ class UnitForward:
             args, kwargs = _map_inputs(lambda: backend.end("backward", name), args, kwargs)
             backend.begin("forward", name)
         if engine.recomputes(self._unit):
-            run = Runner(forward, module, args, kwargs, autocast_cache=True)
-            output = checkpoint(run, *run.slide(engine.boundaries, name), use_reentrant=False, **run.kwargs)
+            run = Runner(name, forward, module, args, kwargs, autocast_cache=True)
+            output = checkpoint(run, *run.slide(engine.boundaries), use_reentrant=False, **run.kwargs)
         else:
             with hf_checkpointing_off(module):
                 output = forward(*args, **kwargs)
@@ -121,11 +121,11 @@ class UnitForward:
         visit = Visit(unit, is_wide=engine.is_wide(unit))
         backward = engine.backward
         args, kwargs = _map_inputs(lambda: backward.close(visit), args, kwargs)
-        run = Runner(self._original(module), module, args, kwargs)
+        run = Runner(unit.name, self._original(module), module, args, kwargs)
         with autocast_cache_off():
             output = checkpoint(
                 run,
-                *run.slide(engine.boundaries, unit.name),
+                *run.slide(engine.boundaries),
                 use_reentrant=False,
                 context_fn=lambda: (engine.window_open(visit), _Repeated(lambda: engine.window_reopen(visit))),
                 **run.kwargs,
