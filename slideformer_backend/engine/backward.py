@@ -256,7 +256,9 @@ class PostBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, close: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.close = close
-        return inputs
+        # as aliases: inputs returned as they are would be views that autograd lets nobody change in place, with a
+        # message about this class. What a change breaks is said by ``Arguments``, which sees the shared version.
+        return tuple(tensor.detach() for tensor in inputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

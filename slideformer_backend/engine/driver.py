@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import StateError
+from .arguments import Arguments
 from .backward import PostBackward, Visit
 from .guard import tensors_in
 from .recompute import Runner, autocast_cache_off, hf_checkpointing_off, unit_context
@@ -105,8 +106,11 @@ class UnitForward:
             run = Runner(name, forward, module, args, kwargs, autocast_cache=True)
             output = checkpoint(run, *run.slide(engine.boundaries), use_reentrant=False, **run.kwargs)
         else:
+            arguments = Arguments(name, module, args, kwargs) if is_traced else None
             with hf_checkpointing_off(module):
                 output = forward(*args, **kwargs)
+            if arguments is not None:
+                arguments.check_forward(output)  # the identity's outputs changed, and their caller's tensors did not
         if is_traced:
             backend.end("forward", name)
             for tensor in tensors_in(output):

@@ -106,6 +106,23 @@ def test_an_input_that_changes_before_backward(managed, device):
         loss.backward()
 
 
+@pytest.mark.parametrize("how", ["outside", "zeroed"])
+def test_a_residual_added_in_place(managed, device, how):
+    model = managed(how)
+    loss = model(rows(device)).sum()
+    with pytest.raises(UnsupportedError, match=r"argument x of layers\.\d .*x = x \+ layer\(x\)"):
+        loss.backward()
+
+
+def test_a_layer_that_changes_its_input(managed, device, monkeypatch):
+    monkeypatch.setattr(Block, "is_inside", True)
+    model = managed()
+    with pytest.raises(UnsupportedError, match=r"layers\.0 changes its argument x in place.*x = x \+ y"):
+        model(rows(device))
+    with torch.no_grad():
+        model(rows(device))  # nothing is run again
+
+
 def test_the_random_state_where_all_arguments_are_keywords(device):
     """The device's generator is saved although the checkpoint sees no positional tensor."""
 
