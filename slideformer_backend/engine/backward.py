@@ -84,7 +84,7 @@ class Backward:
     def finish_outside(self) -> None:
         """Called by whatever follows a backward: one that an exception ended is finished first."""
         if self.is_running and not self.is_inside():
-            self.finish()
+            self._abandon()
 
     def begin(self) -> None:
         """Called by every hook: the first one of a pass starts it."""
@@ -92,7 +92,7 @@ class Backward:
         if task == self._task:
             return
         if self.is_running:
-            self.finish()  # leftovers of a pass that an exception ended
+            self._abandon()
         self.policy.check_backward()
         self._task = task
         self.count += 1
@@ -179,6 +179,12 @@ class Backward:
         for visit in list(self._open):
             self.close(visit)
         self.edges.after_backward(is_last=self.is_last)
+
+    def _abandon(self) -> None:
+        """Finish a pass that an exception ended: its gradients are partial, and nothing is updated from them."""
+        self.is_last = False
+        self.finish()
+        self.policy.report_unconfirmed()
 
     def _end(self) -> None:
         self.finish()

@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from .access import EdgeAccess, ParameterAccess, give_gradients, take_gradients
 from .driver import UnitForward
 from .guard import guard, unguard
-from .hooks import Accumulated, BeforeAccumulation, BeforeAnyStep, BeforeForward, Removable
+from .hooks import Accumulated, BeforeAccumulation, BeforeAnyStep, BeforeForward, EngineGone, Removable
 from .redo_log import PEEK
 from .spill import has_failed
 from .unit import ParamRecord, Unit, Weights
@@ -47,6 +47,7 @@ def take_parameters(
             forwards.append(UnitForward(engine, unit, unit.module))
     hooks.append(engine.model.register_forward_pre_hook(BeforeForward(engine)))
     hooks.append(register_optimizer_step_pre_hook(BeforeAnyStep(engine)))
+    hooks.append(EngineGone(engine))
     give_gradients(gradients)
     return hooks, forwards
 

@@ -81,6 +81,18 @@ class BeforeForward:
         return NoHook, ()
 
 
+class EngineGone:
+    """Tells what an engine left unfinished when it is freed without having been detached."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._finalizer = weakref.finalize(engine, engine.policy.report_unconfirmed)
+        self._finalizer.atexit = False  # a process that ends loses the weights anyhow
+
+    def remove(self) -> None:
+        """Detached: all is said."""
+        self._finalizer.detach()
+
+
 class BeforeAnyStep:
     """Global pre-hook of optimizer steps: refuses one inside backward, whose update would be lost with the slot."""
 
