@@ -86,6 +86,11 @@ class Backward:
         if self.is_running and not self.is_inside():
             self._abandon()
 
+    def check(self) -> None:
+        """Called by a backward that has reached the model's output: raises what ``begin`` would, if it is a new one."""
+        if torch._C._current_graph_task_id() != self._task:
+            self.policy.check_backward()
+
     def begin(self) -> None:
         """Called by every hook: the first one of a pass starts it."""
         task = torch._C._current_graph_task_id()

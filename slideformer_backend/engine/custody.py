@@ -12,7 +12,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from .access import EdgeAccess, ParameterAccess, give_gradients, take_gradients
 from .driver import UnitForward
 from .guard import guard, unguard
-from .hooks import Accumulated, BeforeAccumulation, BeforeAnyStep, BeforeForward, EngineGone, Removable
+from .hooks import Accumulated, AfterForward, BeforeAccumulation, BeforeAnyStep, BeforeForward, EngineGone, Removable
+from .immediate import Immediate
 from .redo_log import PEEK
 from .spill import has_failed
 from .unit import ParamRecord, Unit, Weights
@@ -46,6 +47,8 @@ def take_parameters(
         if unit.module is not None:
             forwards.append(UnitForward(engine, unit, unit.module))
     hooks.append(engine.model.register_forward_pre_hook(BeforeForward(engine)))
+    if isinstance(engine.policy, Immediate):
+        hooks.append(engine.model.register_forward_hook(AfterForward(engine)))
     hooks.append(register_optimizer_step_pre_hook(BeforeAnyStep(engine)))
     hooks.append(EngineGone(engine))
     give_gradients(gradients)

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from ..errors import UnsupportedError
 from .driver import UnitForward
+from .guard import tensors_in
 from .unit import ParamRecord
 
 if TYPE_CHECKING:
@@ -76,6 +77,28 @@ class BeforeForward:
         copied = object.__new__(type(self))
         copied._engine, copied._held = self._engine, None
         return copied
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return NoHook, ()
+
+
+class AfterForward:
+    """Forward hook of the model: a backward through its output is refused before any node of it runs, if it must be.
+
+    Without it the first node would find weights that were updated since, and torch would speak first.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = weakref.ref(engine)
+
+    def __call__(self, model: nn.Module, args: object, output: object) -> None:
+        engine = self._engine()
+        if engine is None or model is not engine.model or not torch.is_grad_enabled():
+            return
+        check = engine.backward.check
+        for tensor in tensors_in(output):
+            if type(tensor) is torch.Tensor and tensor.requires_grad:
+                tensor.register_hook(lambda _: check())
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return NoHook, ()
