@@ -27,9 +27,10 @@ class Arguments:
     def __init__(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._name = name
         self._kind = type(module)
+        given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
         self._versions = [
             (key, tensor, tensor._version)
-            for key, value in (*enumerate(args), *kwargs.items())
+            for key, value in given
             for tensor in tensors_in(value)
             if not (isinstance(tensor, nn.Parameter) or tensor.is_inference())
         ]
