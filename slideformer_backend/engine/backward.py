@@ -84,7 +84,12 @@ class Backward:
     def finish_outside(self) -> None:
         """Called by whatever follows a backward: one that an exception ended is finished first."""
         if self.is_running and not self.is_inside():
-            self.finish()
+            self._abandon()
+
+    def check(self) -> None:
+        """Called by a backward that has reached the model's output: raises what ``begin`` would, if it is a new one."""
+        if torch._C._current_graph_task_id() != self._task:
+            self.policy.check_backward()
 
     def begin(self) -> None:
         """Called by every hook: the first one of a pass starts it."""
@@ -92,7 +97,7 @@ class Backward:
         if task == self._task:
             return
         if self.is_running:
-            self.finish()  # leftovers of a pass that an exception ended
+            self._abandon()
         self.policy.check_backward()
         self._task = task
         self.count += 1
@@ -180,6 +185,12 @@ class Backward:
             self.close(visit)
         self.edges.after_backward(is_last=self.is_last)
 
+    def _abandon(self) -> None:
+        """Finish a pass that an exception ended: its gradients are partial, and nothing is updated from them."""
+        self.is_last = False
+        self.finish()
+        self.policy.report_unconfirmed()
+
     def _end(self) -> None:
         self.finish()
 
@@ -256,7 +267,9 @@ class PostBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, close: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.close = close
-        return inputs
+        # as aliases: inputs returned as they are would be views that autograd lets nobody change in place, with a
+        # message about this class. What a change breaks is said by ``Arguments``, which sees the shared version.
+        return tuple(tensor.detach() for tensor in inputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

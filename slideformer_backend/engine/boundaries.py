@@ -35,7 +35,7 @@ class Boundary:
     """
 
     __slots__ = ("__weakref__", "_pool", "block", "dtype", "loaded", "name", "requires_grad", "shape", "stored",
-                 "tensor", "tracked", "version")  # fmt: skip
+                 "tensor", "tracked")  # fmt: skip
 
     def __init__(self, name: str, tensor: torch.Tensor, pool: BlockPool) -> None:
         self.name = name
@@ -44,7 +44,6 @@ class Boundary:
         self.requires_grad = tensor.requires_grad
         self.tensor: torch.Tensor | None = tensor
         self.tracked = Tracked(f"boundary of {name}", torch.empty(0))
-        self.version = tensor._version
         self.block: Block | None = None
         self.stored: Ticket | None = None
         self.loaded: Ticket | None = None
@@ -115,13 +114,13 @@ class Boundaries:
         self._seen = 0
         self._most_seen = 0
 
-    def find(self, args: Sequence[object]) -> int | None:
-        """Which of the positional arguments of a unit is its boundary: the first tensor, if it is large and dense.
+    @property
+    def device(self) -> torch.device:
+        """Where units compute."""
+        return self._backend.device
 
-        None too where the script has hooks of its own for saved tensors (offloading by TRL or torch): theirs apply.
-        """
-        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-            return None
+    def find(self, args: Sequence[object]) -> int | None:
+        """Which of the positional arguments of a unit is its boundary: the first tensor, if it is large and dense."""
         for number, value in enumerate(args):
             if isinstance(value, torch.Tensor) and value.is_floating_point():
                 return number if self._may_leave(value) else None
@@ -182,7 +181,6 @@ class Boundaries:
         tensor = boundary.tensor
         if tensor is None:
             return
-        self._check_version(boundary, tensor)
         source = tensor.detach()
         boundary.tensor = None
         block = boundary.block = self._pool.take(source.numel() * source.element_size())
@@ -204,8 +202,6 @@ class Boundaries:
         """Start loading unless it is here."""
         block = boundary.block
         if boundary.tensor is not None:
-            if block is None:
-                self._check_version(boundary, boundary.tensor)
             return boundary.tensor
         if block is None:
             raise RuntimeError(f"the boundary of {boundary.name} is neither on the device nor on the host")
@@ -230,12 +226,3 @@ class Boundaries:
     @staticmethod
     def _view(boundary: Boundary, block: Block) -> torch.Tensor:
         return block.slab.view(boundary.dtype, 0, boundary.shape.numel()).view(boundary.shape)
-
-    @staticmethod
-    def _check_version(boundary: Boundary, tensor: torch.Tensor) -> None:
-        if tensor._version != boundary.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: the"
-                f" input of {boundary.name}, {tuple(boundary.shape)}, is at version {tensor._version};"
-                f" expected version {boundary.version} instead."
-            )

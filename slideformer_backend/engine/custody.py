@@ -12,7 +12,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from .access import EdgeAccess, ParameterAccess, give_gradients, take_gradients
 from .driver import UnitForward
 from .guard import guard, unguard
-from .hooks import Accumulated, BeforeAccumulation, BeforeAnyStep, BeforeForward, Removable
+from .hooks import Accumulated, AfterForward, BeforeAccumulation, BeforeAnyStep, BeforeForward, EngineGone, Removable
+from .immediate import Immediate
 from .operation import Operation, has_failed
 from .unit import ParamRecord, Unit
 
@@ -45,7 +46,10 @@ def take_parameters(
         if unit.module is not None:
             forwards.append(UnitForward(engine, unit, unit.module))
     hooks.append(engine.model.register_forward_pre_hook(BeforeForward(engine)))
+    if isinstance(engine.policy, Immediate):
+        hooks.append(engine.model.register_forward_hook(AfterForward(engine)))
     hooks.append(register_optimizer_step_pre_hook(BeforeAnyStep(engine)))
+    hooks.append(EngineGone(engine))
     give_gradients(gradients)
     return hooks, forwards
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import StateError
+from .arguments import Arguments
 from .backward import PostBackward, Visit
 from .guard import tensors_in
 from .recompute import Runner, autocast_cache_off, hf_checkpointing_off, unit_context
@@ -102,11 +103,14 @@ class UnitForward:
             args, kwargs = _map_inputs(lambda: backend.end("backward", name), args, kwargs)
             backend.begin("forward", name)
         if engine.recomputes(self._unit):
-            run = Runner(forward, module, args, kwargs, autocast_cache=True)
-            output = checkpoint(run, *run.slide(engine.boundaries, name), use_reentrant=False, **run.kwargs)
+            run = Runner(name, forward, module, args, kwargs, autocast_cache=True)
+            output = checkpoint(run, *run.slide(engine.boundaries), use_reentrant=False, **run.kwargs)
         else:
+            arguments = Arguments(name, module, args, kwargs) if is_traced else None
             with hf_checkpointing_off(module):
                 output = forward(*args, **kwargs)
+            if arguments is not None:
+                arguments.check_forward(output)  # the identity's outputs changed, and their caller's tensors did not
         if is_traced:
             backend.end("forward", name)
             for tensor in tensors_in(output):
@@ -121,11 +125,11 @@ class UnitForward:
         visit = Visit(unit, is_wide=engine.is_wide(unit))
         backward = engine.backward
         args, kwargs = _map_inputs(lambda: backward.close(visit), args, kwargs)
-        run = Runner(self._original(module), module, args, kwargs)
+        run = Runner(unit.name, self._original(module), module, args, kwargs)
         with autocast_cache_off():
             output = checkpoint(
                 run,
-                *run.slide(engine.boundaries, unit.name),
+                *run.slide(engine.boundaries),
                 use_reentrant=False,
                 context_fn=lambda: (engine.window_open(visit), _Repeated(lambda: engine.window_reopen(visit))),
                 **run.kwargs,

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from ..errors import UnsupportedError
 from .driver import UnitForward
+from .guard import tensors_in
 from .unit import ParamRecord
 
 if TYPE_CHECKING:
@@ -79,6 +80,40 @@ class BeforeForward:
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return NoHook, ()
+
+
+class AfterForward:
+    """Forward hook of the model: a backward through its output is refused before any node of it runs, if it must be.
+
+    Without it the first node would find weights that were updated since, and torch would speak first.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = weakref.ref(engine)
+
+    def __call__(self, model: nn.Module, args: object, output: object) -> None:
+        engine = self._engine()
+        if engine is None or model is not engine.model or not torch.is_grad_enabled():
+            return
+        check = engine.backward.check
+        for tensor in tensors_in(output):
+            if type(tensor) is torch.Tensor and tensor.requires_grad:
+                tensor.register_hook(lambda _: check())
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return NoHook, ()
+
+
+class EngineGone:
+    """Tells what an engine left unfinished when it is freed without having been detached."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._finalizer = weakref.finalize(engine, engine.policy.report_unconfirmed)
+        self._finalizer.atexit = False  # a process that ends loses the weights anyhow
+
+    def remove(self) -> None:
+        """Detached: all is said."""
+        self._finalizer.detach()
 
 
 class BeforeAnyStep:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,6 +11,8 @@ from ..errors import UnsupportedError
 from .arithmetic import Update
 from .policy import UpdatePolicy
 from .unit import ONE, Entry, ParamRecord, Unit, Weights
+
+logger = logging.getLogger(__name__)
 
 
 class Immediate(UpdatePolicy):
@@ -22,6 +25,8 @@ class Immediate(UpdatePolicy):
         super().__init__(*arguments)  # type: ignore[arg-type]  # the base's own parameters
         self.applied: set[int] = set()
         self._before: dict[int, np.ndarray] = {}
+        self._updated: set[str] = set()
+        self._is_reported = False
 
     def arrive(self, unit: Unit, *, is_last: bool) -> None:
         self.absorb(unit)
@@ -34,6 +39,8 @@ class Immediate(UpdatePolicy):
                 entries.append(record.binding.entry(record, ONE))
         self._apply(unit, records, entries)
         self.applied.update(id(record) for record in records)
+        if records:
+            self._updated.add(unit.name)
 
     def expects_update(self, unit: Unit, *, is_last: bool) -> bool:
         return is_last
@@ -51,6 +58,9 @@ class Immediate(UpdatePolicy):
     def confirm(self, records: Sequence[ParamRecord]) -> None:
         """``step()`` was called for these parameters."""
         self.applied.difference_update(id(record) for record in records)
+        if not self.applied:
+            self._updated.clear()
+            self._is_reported = False
 
     def check_backward(self) -> None:
         """Before a backward changes anything: raises UnsupportedError when the last update was not confirmed."""
@@ -60,6 +70,17 @@ class Immediate(UpdatePolicy):
                 " not called before this one.",
                 remedy="accumulate through accelerator.accumulate(), or set update: exact, which needs no such care",
             )
+
+    def report_unconfirmed(self) -> None:
+        if not self.applied or self._is_reported:
+            return
+        self._is_reported = True
+        logger.error(
+            "SlideFormer: a backward has updated %d layers (update: immediate) and no optimizer.step() completed it, as"
+            " after an exception inside backward: weights and optimizer states of two steps are mixed. Remedy: load the"
+            " last checkpoint, or set update: exact, under which such a backward changes nothing.",
+            len(self._updated),
+        )
 
     def commit(self, unit: Unit) -> None:
         """Nothing is ever uncommitted."""

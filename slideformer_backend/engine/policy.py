@@ -212,6 +212,10 @@ class UpdatePolicy(abc.ABC):
         """Called before a backward changes anything."""
         return
 
+    def report_unconfirmed(self) -> None:
+        """Called when no ``step()`` will complete the last backward: say what it has updated already."""
+        return
+
     def absorb(self, unit: Unit) -> None:
         """Take over what user code may have written into parameters of ``unit`` since their last use."""
         records = unit.exposed

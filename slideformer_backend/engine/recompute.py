@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..errors import UnsupportedError
+from .arguments import Arguments
 from .backward import PostBackward
 from .boundaries import Boundaries, Boundary
 from .effects import Effects
@@ -56,6 +57,7 @@ class Runner:
 
     def __init__(
         self,
+        name: str,
         forward: Callable[..., Any],
         module: nn.Module,
         args: tuple[Any, ...],
@@ -66,27 +68,38 @@ class Runner:
         self._context = hf_checkpointing_off if autocast_cache else unit_context
         self._forward = forward
         self._module = module
+        self._name = name
         self._before = {id(value): _snapshot(value) for value in (*args, *kwargs.values()) if _is_cache(value)}
         self._versions = [(state, state._version) for cache in self._before.values() for state in _states(cache)]
+        self._arguments = Arguments(name, module, args, kwargs)
         self._effects = Effects(module)
         self._args = args
+        self._kept: tuple[Any, ...] | None = args
         self.kwargs = kwargs
         self._boundaries: Boundaries | None = None
         self._is_first = True
 
-    def slide(self, boundaries: Boundaries, name: str) -> tuple[Any, ...]:
-        """Positional arguments for the checkpoint of unit ``name``: where its boundary may leave the device, that
-        tensor is not among them, so that the checkpoint does not keep it there. ``kwargs`` go with them."""
+    def slide(self, boundaries: Boundaries) -> tuple[Any, ...]:
+        """Positional arguments for the checkpoint; ``kwargs`` go with them.
+
+        Where the script has hooks for saved tensors (offloading by TRL or torch) they are the unit's own, which the
+        hooks then see. Otherwise they are kept here, so that it is us who notice that one was changed, and one of them,
+        the boundary, may leave the device.
+        """
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            self._kept = None
+            return self._args
         found = boundaries.find(self._args)
-        if found is None:
-            return self._args
-        tensor = self._args[found]
-        if not boundaries.is_on:
-            boundaries.note(tensor)
-            return self._args
-        self._boundaries = boundaries
-        kept = (*self._args[:found], boundaries.put(name, tensor), *self._args[found + 1 :])
-        return (tensor.new_empty(0), *kept)  # a checkpoint saves the random state of devices it sees among arguments
+        if found is not None:
+            tensor = self._args[found]
+            if boundaries.is_on:
+                self._boundaries = boundaries
+                self._arguments.let_go(tensor)
+                self._kept = (*self._args[:found], boundaries.put(self._name, tensor), *self._args[found + 1 :])
+            else:
+                boundaries.note(tensor)
+        # a checkpoint saves the random state of devices it sees among positional arguments
+        return (torch.empty(0, device=boundaries.device),)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_first:
@@ -100,9 +113,12 @@ class Runner:
                     " its recompute needs again.",
                     remedy="train with use_cache=False, or without a cache that already holds tokens",
                 )
+            self._arguments.check_forward(output)
             return output
+        self._arguments.check_recompute()
+        args = args if self._kept is None else self._kept
         if self._boundaries is not None:
-            args = tuple(self._loaded(self._boundaries, value) for value in args[1:])
+            args = tuple(self._loaded(self._boundaries, value) for value in args)
         if self._before:
             args = tuple(self._restored(value) for value in args)
             kwargs = {name: self._restored(value) for name, value in kwargs.items()}

@@ -3,6 +3,9 @@
 import pytest
 import torch
 
+from slideformer_backend.api import attach
+from slideformer_backend.config import SlideFormerConfig
+from slideformer_backend.errors import UnsupportedError
 from tests.parity.harness import POLICIES, check
 from tests.parity.models import batch, language_loss, llama, stack
 
@@ -158,3 +161,20 @@ BEFORE_STEP = {discarded_forward_after, no_grad_forward_between, evaluation_betw
 def test_backward_patterns(device, policy, body, make):
     for look in (True, False):
         check(make, trained(body, gradients=look), device, policy=policy)
+
+
+@pytest.mark.parametrize("make", [stack(), llama()], ids=["stack", "llama"])
+def test_a_second_backward_under_immediate_is_refused_before_torch_complains(device, make):
+    model = make().train()
+    engine = attach(model, SlideFormerConfig(update="immediate", gpu_memory="1KiB"), device=device)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    engine.bind(optimizer)
+    ids = batch(0, device=device)
+    output = model(ids)
+    loss = language_loss(output if isinstance(output, torch.Tensor) else output.logits, ids)
+    loss.backward(retain_graph=True)
+    with pytest.raises(UnsupportedError, match="set update: exact"):
+        loss.backward()
+    optimizer.step()
+    model(ids)
+    engine.detach()

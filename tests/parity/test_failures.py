@@ -1,8 +1,13 @@
 """Exceptions and non-finite gradients: no damage, and the next step is right."""
 
+import gc
+import re
+
 import pytest
 import torch
 
+from slideformer_backend.api import attach
+from slideformer_backend.config import SlideFormerConfig
 from slideformer_backend.errors import SlideFormerError
 from tests.parity.harness import POLICIES, check, run_managed
 from tests.parity.models import Stack, batch, language_loss, llama, stack, steps
@@ -145,3 +150,38 @@ def test_twenty_skips_in_a_row_are_an_error(device):
             optimizer.step()
 
     run_managed(stack(), script, device)
+
+
+@pytest.mark.parametrize("end", ["detach", "free", "forward"])
+@each_policy
+def test_an_exception_inside_backward_says_what_was_updated(device, policy, end, caplog):
+    """Under immediate the layers behind the wire have taken a step; those before it, and the torn one, have not."""
+    model = Fragile().train()
+    engine = attach(model, SlideFormerConfig(update=policy, gpu_memory="1KiB"), device=device)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    engine.bind(optimizer)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    ids = batch(0, device=device)
+    Trip.armed = "backward"
+    loss = language_loss(model(ids), ids)
+    with pytest.raises(MemoryError):
+        loss.backward()
+    Trip.armed = None
+    del loss
+    assert "SlideFormer" not in caplog.text
+    if end == "free":
+        del model, optimizer, engine
+        gc.collect()
+    elif end == "forward":
+        model(ids)
+    if end != "free":
+        engine.detach()
+        torn = [name for name, p in model.named_parameters() if name.startswith(("blocks.0.", "blocks.1."))]
+        assert torn
+        assert all(torch.equal(model.get_parameter(name), before[name]) for name in torn)
+    errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    if policy == "exact":
+        assert errors == []
+        return
+    (message,) = errors
+    assert re.search(r"updated [1-9]\d* layers.*load the last checkpoint, or set update: exact", message)
