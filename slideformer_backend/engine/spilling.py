@@ -24,6 +24,12 @@ def check_nvme(config: SlideFormerConfig) -> None:
         )
     if config.nvme_path is not None:
         check_parent(config.nvme_path, System())
+    elif config.nvme_fraction is not None:
+        raise ConfigError(
+            f"nvme_fraction: {config.nvme_fraction} of the states have no folder to go to.",
+            found="no nvme_path",
+            remedy="set nvme_path: /a/folder/on/the/nvme/disk, or remove nvme_fraction",
+        )
     elif config.optimizer_states == "nvme":
         raise ConfigError("optimizer_states: nvme needs a folder.", remedy="set nvme_path: /a/folder/on/the/nvme/disk")
 
