@@ -7,6 +7,7 @@ import logging
 import mmap
 import os
 import threading
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -28,9 +29,21 @@ NO_FALLOCATE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 
 
 class PosixRegion(FileRegion):
-    """A region with an open file."""
+    """A region with an open file, which is closed with the region.
 
-    fd = -1
+    Requests hold their region, so that one that is dropped without ``Tier.free`` outlives its last request.
+    """
+
+    def __init__(self, name: str, nbytes: int, path: str, block: int, fd: int, system: System) -> None:
+        super().__init__(name, nbytes, path, block)
+        self.fd = fd
+        self._close = weakref.finalize(self, undone, system.close, fd, path)
+        self._close.atexit = False  # the process's end closes it, after threads that may still use it
+
+    def close(self) -> None:
+        """Close the file. Idempotent; no request may be in flight."""
+        self.fd = -1
+        self._close()
 
 
 class PosixTier(BlockTier):
@@ -73,8 +86,9 @@ class PosixTier(BlockTier):
 
     def allocate(self, name: str, nbytes: int) -> PosixRegion:
         """See ``Tier``."""
-        region = PosixRegion(name, nbytes, self.directory.file(name), self.block)
-        region.fd = self._open(region.path, is_direct=self.alignment > 0)
+        path = self.directory.file(name)
+        fd = self._open(path, is_direct=self.alignment > 0)
+        region = PosixRegion(name, nbytes, path, self.block, fd, self._system)
         self._regions.add(region)
         try:
             reserve(self._system, region.fd, region.path, self._padded(nbytes))
@@ -88,9 +102,8 @@ class PosixTier(BlockTier):
         if not isinstance(region, PosixRegion) or region.fd < 0:
             return
         self._regions.discard(region)
-        fd, region.fd = region.fd, -1
         undone(self._system.unlink, region.path, region.path)
-        undone(self._system.close, fd, region.path)
+        region.close()
 
     def load(self, region: FileRegion, start: int, target: torch.Tensor) -> None:
         """See ``BlockTier``."""
