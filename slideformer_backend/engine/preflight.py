@@ -24,7 +24,7 @@ from ..plan.machine import Machine, probe_machine
 from ..plan.planner import Choices, Request, make_plan
 from ..plan.rates_cache import with_cached_rates
 from ..plan.remedies import gib
-from ..plan.words import paragraph, refusal, shortage
+from ..plan.words import host_parts, paragraph, refusal, shortage
 
 logger = logging.getLogger(__name__)
 
@@ -130,11 +130,10 @@ class Preflight:
             )
 
     def _host_refusal(self, ledger: Ledger, limit: str) -> PlanError:
-        parts = f"weights {gib(ledger.host_weights)}, states {gib(ledger.host_states)}, gradients"
         return refusal(
             self.plan,
             "The model cannot be trained with this host memory.",
-            f"at least {gib(ledger.host_least)} needed ({parts} {gib(ledger.host_pending)})",
+            f"at least {gib(ledger.host_least)} needed ({host_parts(ledger, ledger.host_pending)})",
             limit,
         )
 

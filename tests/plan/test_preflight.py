@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -52,6 +53,29 @@ def test_a_cap_below_the_least_is_refused_before_anything_changes(model):
     assert "host_memory" in error.expected
     assert "update: immediate" in error.remedy
     assert "raise host_memory to" in error.remedy
+
+
+def sizes(text):
+    """Sizes in a text, in MiB, in their order."""
+    return [float(number) for number in re.findall(r"([\d.]+) MiB", text)]
+
+
+@pytest.mark.parametrize("states", ["host", "nvme"])
+def test_the_parts_of_what_is_needed_add_up(model, tmp_path, states, caplog):
+    """In the refusal and in the log: spilled states that are on their way are in host memory too."""
+    tmp_path.chmod(0o700)
+    config = {"optimizer_states": states, "nvme_path": str(tmp_path)}
+    with pytest.raises(PlanError) as caught:
+        attach(model, SlideFormerConfig(host_memory=MIB, **config), device=CPU, optimizers=[adamw(model)])
+    total, *parts = sizes(caught.value.found)
+    assert sum(parts) == pytest.approx(total, abs=0.05 * (len(parts) + 1))
+    assert ("on their way" in caught.value.found) == (states == "nvme")
+    with caplog.at_level(logging.INFO, "slideformer_backend"):
+        attach(model, SlideFormerConfig(**config), device=CPU, optimizers=[adamw(model)]).detach()
+    (said,) = [record.getMessage() for record in caplog.records if "The plan:" in record.getMessage()]
+    total, *parts = sizes(said.split("Host: ")[1].split("), of")[0])
+    assert len(parts) >= 3
+    assert sum(parts) == pytest.approx(total, abs=0.05 * (len(parts) + 1))
 
 
 def test_a_cap_of_the_least_is_taken_and_kept(model):
