@@ -427,15 +427,21 @@ def _weights_by_step(device, steps):
     return made
 
 
-def test_a_full_disk_is_found_before_the_first_step(folder, device):
+@pytest.mark.parametrize(
+    ("settings", "remedy"),
+    [({}, "more states in host memory"), ({"nvme_fraction": 1.0}, "free space there, or lower nvme_fraction")],
+)
+def test_a_full_disk_is_found_before_the_first_step(folder, device, settings, remedy):
     model = Net(width=32, layers=4)
     weights = [parameter.detach().clone() for parameter in model.parameters()]
-    config = SlideFormerConfig(optimizer_states="nvme", nvme_path=folder)
+    config = SlideFormerConfig(optimizer_states="nvme", nvme_path=folder, **settings)
     engine = attach(model, config, device=device)
     _Fails(engine.spill.tier.directory.system, "allocate", 3, errno.ENOSPC)
     with pytest.raises(StorageError, match="ENOSPC") as caught:
         engine.bind(torch.optim.AdamW(model.parameters()))
     assert "free space" in caught.value.remedy
+    assert remedy in caught.value.remedy
+    assert ("lower" in caught.value.remedy) == bool(settings)
     engine.detach()
     assert os.listdir(folder) == []
     assert all(torch.equal(a, b.cpu()) for a, b in zip(weights, model.parameters(), strict=True))
