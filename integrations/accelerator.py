@@ -120,11 +120,16 @@ class SlideFormerAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate i
         """As ever, but whole or not at all: a kill at any moment leaves the checkpoints that were there before.
 
         With ``automatic_checkpoint_naming`` old checkpoints are deleted after the new one is complete, not before.
+
+        Raises:
+            StorageError: the disk is full or fails; checkpoints that were there stay.
         """
         from slideformer_backend.storage.directory import is_complete, staged
 
         if not checkpoints.managing(self._models):
             return super().save_state(output_dir, safe_serialization, **save_model_func_kwargs)
+        from slideformer_backend.checkpoint import disk_reported
+
         settings = self.project_configuration
         automatic = bool(settings.automatic_checkpoint_naming)
         if output_dir is None and not automatic:
@@ -137,7 +142,7 @@ class SlideFormerAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate i
             )
         settings.automatic_checkpoint_naming = False
         try:
-            with checkpoints.written_in_place(self._models), staged(folder) as aside:
+            with checkpoints.written_in_place(self._models), disk_reported(folder), staged(folder) as aside:
                 super().save_state(str(aside), safe_serialization, **save_model_func_kwargs)
         finally:
             settings.automatic_checkpoint_naming = automatic

@@ -28,17 +28,19 @@ def wrap_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     def _save_checkpoint(self: Any, model: Any, trial: Any) -> Any:
         if not checkpoints.managing([self.model]):
             return original(self, model, trial)
+        from slideformer_backend.checkpoint import disk_reported
         from slideformer_backend.storage.directory import begin
 
         folder = Path(self._get_output_dir(trial=trial)) / f"{_PREFIX}{self.state.global_step}"
-        begin(folder)
-        token = _writing.set(folder)
-        try:
-            with checkpoints.written_in_place([self.model]):
-                result = original(self, model, trial)
-        finally:
-            _writing.reset(token)
-        _complete(folder)  # done already where the original has deleted old ones
+        with disk_reported(folder):
+            begin(folder)
+            token = _writing.set(folder)
+            try:
+                with checkpoints.written_in_place([self.model]):
+                    result = original(self, model, trial)
+            finally:
+                _writing.reset(token)
+            _complete(folder)  # done already where the original has deleted old ones
         return result
 
     return _save_checkpoint

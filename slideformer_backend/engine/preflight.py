@@ -20,11 +20,11 @@ from ..errors import PlanError
 from ..optim.rules import rule_for
 from ..plan import Ledger, Part, Partition, Terms, ledger_of
 from ..plan.host_budget import probe_host_budget
-from ..plan.machine import Machine, probe_machine
+from ..plan.machine import Machine, free_space, probe_machine
 from ..plan.planner import Choices, Request, make_plan
 from ..plan.rates_cache import with_cached_rates
 from ..plan.remedies import gib
-from ..plan.words import paragraph, refusal, shortage
+from ..plan.words import host_parts, paragraph, refusal, shortage
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +55,7 @@ class Preflight:
         self._known = [weakref.ref(optimizer) for optimizer in optimizers]
         self._bound = False
         self._held = _host_bytes(model)
+        self._nvme_path = config.nvme_path
         machine = with_cached_rates(_machine(device, config.nvme_path))
         choices = Choices.of(config, moments=_moments(optimizers) if optimizers else USUAL_MOMENTS)
         self.plan = make_plan(Request(parts=parts, machine=machine, choices=choices, host_base=-self._held))
@@ -68,7 +69,7 @@ class Preflight:
         self._check_device()
         known = [optimizer for reference in self._known if (optimizer := reference()) is not None]
         if known:
-            self._check_host(known, are_weights_placed=False)
+            self._check_states(known, are_weights_placed=False)
         if self.plan.shortages:
             logger.warning(
                 "SlideFormer: memory may not suffice. %s. These are peaks that need not come at once, so the run goes"
@@ -85,11 +86,12 @@ class Preflight:
             PlanError: they cannot fit.
         """
         if not self._bound and not any(optimizer is known() for known in self._known):
-            self._check_host([optimizer], are_weights_placed=True)
+            self._check_states([optimizer], are_weights_placed=True)
         self._bound = True  # what a later optimizer takes over is there already
 
-    def _check_host(self, optimizers: Sequence[Optimizer], *, are_weights_placed: bool) -> None:
-        """Raise PlanError if host memory cannot hold weights, and states and gradients of what ``optimizers`` train.
+    def _check_states(self, optimizers: Sequence[Optimizer], *, are_weights_placed: bool) -> None:
+        """Raise PlanError if host memory cannot hold weights, and states and gradients of what ``optimizers`` train, or
+        the disk the states that go there.
 
         ``are_weights_placed``: whether the weights are in their slabs already, so that only the rest is to come.
         """
@@ -110,6 +112,21 @@ class Preflight:
         if to_come > host.available + host.swap:
             more = f"at most {gib(host.available + host.swap)} beside what the process holds ({host.limited_by})"
             raise self._host_refusal(ledger, more)
+        self._check_nvme(ledger, are_weights_placed=are_weights_placed)
+
+    def _check_nvme(self, ledger: Ledger, *, are_weights_placed: bool) -> None:
+        request = self.plan.request
+        if self._nvme_path is None or not ledger.nvme_states:
+            return
+        free = free_space(self._nvme_path) if are_weights_placed else request.machine.nvme_free
+        if ledger.nvme_states > free:
+            now = make_plan(replace(request, machine=replace(request.machine, nvme_free=free)))
+            raise refusal(
+                now,
+                f"The optimizer states that go to NVMe do not fit on the disk of {self._nvme_path}.",
+                f"at least {ledger.nvme_states:,} bytes needed there ({gib(ledger.nvme_states)})",
+                f"at most {free:,} bytes ({gib(free)}), which are free",
+            )
 
     def _check_device(self) -> None:
         request = self.plan.request
@@ -130,11 +147,10 @@ class Preflight:
             )
 
     def _host_refusal(self, ledger: Ledger, limit: str) -> PlanError:
-        parts = f"weights {gib(ledger.host_weights)}, states {gib(ledger.host_states)}, gradients"
         return refusal(
             self.plan,
             "The model cannot be trained with this host memory.",
-            f"at least {gib(ledger.host_least)} needed ({parts} {gib(ledger.host_pending)})",
+            f"at least {gib(ledger.host_least)} needed ({host_parts(ledger, ledger.host_pending)})",
             limit,
         )
 

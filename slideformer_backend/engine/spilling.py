@@ -8,7 +8,7 @@ from ..config import SlideFormerConfig
 from ..errors import ConfigError, UnsupportedError
 from ..plan.ledger import Terms
 from ..storage import PosixTier, SpillDirectory, System
-from ..storage.spill import check_parent
+from ..storage.spill import check_parent, reclaim
 from .binding import Binding
 from .spill import Spill
 from .unit import ParamRecord, Unit
@@ -24,6 +24,13 @@ def check_nvme(config: SlideFormerConfig) -> None:
         )
     if config.nvme_path is not None:
         check_parent(config.nvme_path, System())
+        reclaim(config.nvme_path, System())  # before the plan asks how much is free
+    elif config.nvme_fraction is not None:
+        raise ConfigError(
+            f"nvme_fraction: {config.nvme_fraction} of the states have no folder to go to.",
+            found="no nvme_path",
+            remedy="set nvme_path: /a/folder/on/the/nvme/disk, or remove nvme_fraction",
+        )
     elif config.optimizer_states == "nvme":
         raise ConfigError("optimizer_states: nvme needs a folder.", remedy="set nvme_path: /a/folder/on/the/nvme/disk")
 
@@ -40,10 +47,19 @@ def open_tier(config: SlideFormerConfig, terms: Terms) -> PosixTier | None:
         return None
     directory = SpillDirectory(config.nvme_path)
     try:
-        return PosixTier(directory)
+        return PosixTier(directory, less=_less(config))
     except BaseException:
         directory.close()
         raise
+
+
+def _less(config: SlideFormerConfig) -> str:
+    """What the user can do for fewer files."""
+    if config.nvme_fraction:
+        return "lower nvme_fraction"
+    if config.optimizer_states == "nvme":
+        return "keep more states in host memory (set nvme_fraction below 1)"
+    return "raise host_memory" if config.host_memory != "auto" else "set optimizer_states: host"
 
 
 def begin_spill(spill: Spill, units: Sequence[Unit], terms: Terms, tier: PosixTier | None) -> None:

@@ -19,6 +19,8 @@ LEAST_SPARES = 2
 """Gradient buffers in flight, per size class, below which arrivals wait for updates."""
 SPARE_SHARE = 4
 """One gradient buffer more per so many units: updates of so many may wait for the next forward to reach them."""
+FILE_BLOCK = 4096
+"""Files take whole blocks of the file system, and whole pages for direct I/O."""
 STAGED_UNITS = 3
 """Units whose spilled states are in host memory at once: one read, one updated, one written back."""
 
@@ -61,7 +63,7 @@ class Ledger:
         host_pending: gradients that are kept until the next update.
         host_spare: gradient buffers in flight, at most.
         host_staging: spilled states on their way.
-        nvme_states: masters and moments on NVMe.
+        nvme_states: masters and moments on NVMe, as their files take room there.
         device_slots: weight and gradient slots of the window.
         device_edges: edge parameters, their gradients, and what is frozen.
         device_states: masters and moments of edges.
@@ -114,7 +116,7 @@ def ledger_of(parts: Partition, terms: Terms) -> Ledger:
         host_pending=pending,
         host_spare=spare,
         host_staging=largest * min(terms.staged, len(spilled)),
-        nvme_states=spilled_bytes,
+        nvme_states=sum(file_bytes(part, terms) for part in spilled),
         device_slots=slot_bytes(parts, terms.prefetch),
         device_edges=sum(map(_weights_and_gradient, parts.edges)) + parts.frozen_edges,
         device_states=sum(device_state_bytes(part.specs, terms.moments) for part in parts.edges)
@@ -160,6 +162,13 @@ def spillable_bytes(part: Part, terms: Terms) -> int:
     """Those that may wait in files: all but a master that is what user code sees (fp32 weights under autocast)."""
     is_shown = any(spec.working != spec.dtype for spec in part.specs)
     return state_bytes(part, terms) - (part.layout.state_elements * 4 if is_shown else 0)
+
+
+def file_bytes(part: Part, terms: Terms) -> int:
+    """What the files of :func:`spillable_bytes` take: one per array, in whole blocks."""
+    moment = int(part.layout.state_elements * terms.moment_bytes)
+    master = max(0, spillable_bytes(part, terms) - terms.moments * moment)
+    return sum(-(-size // FILE_BLOCK) * FILE_BLOCK for size in (master, *[moment] * terms.moments))
 
 
 def device_state_bytes(specs: Iterable[ParamSpec], moments: int = 2) -> int:

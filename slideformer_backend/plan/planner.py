@@ -305,9 +305,12 @@ def _with_host_choices(request: Request, terms: Terms) -> tuple[Terms, Spill | N
             spill = spill_share(sizes, 1.0, left, nvme, edges=edges)  # asked for, not needed
         else:
             spill = spill_states(sizes, left, nvme, edges=edges)
+        decided = replace(candidate, spilled=frozenset(spill.units), staged=spill.staged)
+        files = ledger_of(parts, decided).nvme_states
+        spill = spill._replace(nvme=files, nvme_missing=max(0, files - nvme))
         if spill.fits:
             break
-    return replace(candidate, spilled=frozenset(spill.units), staged=spill.staged), spill
+    return decided, spill
 
 
 def _with_residents(request: Request, terms: Terms) -> tuple[Terms, frozenset[int]]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..config import keys
 from .activations import UnitActivity
+from .ledger import STAGED_UNITS, spillable_bytes
 from .planner import MOMENT_BYTES, Choices, Plan, Request, make_plan
 
 MOST = 6
@@ -100,6 +102,8 @@ def _settings(plan: Plan) -> Iterator[Change]:
                     is_built=is_built("state_dtype"),
                     request=changed,
                 )
+    if "nvme" in short:
+        yield from _fewer_files(plan)
     for tier, budget in (("gpu", choices.gpu_memory), ("host", choices.host_memory)):
         if tier in short and budget is not None:
             yield _cap(request, tier, budget + short[tier])
@@ -112,11 +116,38 @@ def _settings(plan: Plan) -> Iterator[Change]:
         spilled = make_plan(changed).first.nvme_states
         if spilled:
             yield Change(
-                text=f"an NVMe folder with {gib(spilled)} for optimizer states (nvme_path)",
+                text=f"an NVMe folder with {_room(spilled)} for optimizer states (nvme_path)",
                 settings={"nvme_path": "FOLDER"},
                 is_built=is_built("nvme_path", "optimizer_states"),
                 request=changed,
             )
+
+
+def _fewer_files(plan: Plan) -> Iterator[Change]:
+    """More states in host memory: a smaller share, where all or a share was asked for, else a higher cap."""
+    request, choices = plan.request, plan.request.choices
+    count = len(request.parts.sliding)
+    if choices.optimizer_states == "nvme" or choices.nvme_fraction is not None:
+        word = "set" if choices.nvme_fraction is None else "lower"
+        for number in range(min(count, len(plan.terms.spilled)) - 1, 0, -1):
+            share = math.floor(1000 * number / count) / 1000
+            change = _with(request, "nvme_fraction", share, f"{word} nvme_fraction to {share:g}")
+            if _fits(change):
+                yield change
+                break
+        changed = replace(request, choices=replace(choices, optimizer_states="host", nvme_fraction=None))
+        text = "keep all states in host memory (optimizer_states: host, without nvme_fraction)"
+        yield Change(text=text, settings={"optimizer_states": "host", "nvme_fraction": None}, request=changed)
+    elif choices.host_memory is not None:
+        largest = max((spillable_bytes(part, plan.terms) for part in request.parts.sliding), default=0)
+        caps = [
+            _cap(request, "host", choices.host_memory + plan.shortages["nvme"] + largest * more)
+            for more in range(STAGED_UNITS + 2)
+        ]
+        yield from [change for change in caps if _fits(change)][:1]
+    if choices.update == "exact" and "host" not in plan.shortages:
+        text = "update during backward (update: immediate, which cannot clip by norm)"
+        yield _with(request, "update", "immediate", text)
 
 
 def _with(request: Request, key: str, setting: object, text: str, *, value: object = None) -> Change:
@@ -204,11 +235,21 @@ def _hardware(plan: Plan) -> Change | None:
         machine = replace(machine, host=machine.host._replace(available=machine.host.available + short["host"]))
     if "nvme" in short:
         machine = replace(machine, nvme_free=machine.nvme_free + short["nvme"])
-        words.append(f"{gib(machine.nvme_free)} of NVMe")
+        words.append(f"{_room(machine.nvme_free)} of NVMe")
     if not words:
         return None
     changed = replace(request, machine=machine, choices=choices)
+    if short.keys() == {"nvme"}:
+        text = f"{_room(machine.nvme_free)} of free space for spill files ({_room(short['nvme'])} more than now)"
+        return Change(text=text, request=changed)
     return Change(text=f"a machine with {' and '.join(words)}", request=changed)
+
+
+def _room(nbytes: int) -> str:
+    """Space on a disk that takes files of so many bytes and what the file system keeps about them, rounded up."""
+    nbytes += 1 << 20
+    step = (1 << 30 if nbytes >= 1 << 30 else 1 << 20) / 10
+    return gib(math.ceil(nbytes / step) * step)
 
 
 def gib(nbytes: float) -> str:

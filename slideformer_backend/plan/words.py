@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..errors import PlanError
+from .ledger import Ledger
 from .planner import Plan
 from .remedies import gib, smallest_changes
 
@@ -24,11 +25,8 @@ def paragraph(plan: Plan) -> str:
             f"GPU: {gib(ledger.device)} and {what}, of {gib(request.gpu_budget)}"
             f"{_cap(request.choices.gpu_memory, 'gpu_memory')}; what stays free takes in units after two steps."
         )
-    host = f"weights {gib(ledger.host_weights)}, states {gib(ledger.host_states)}, gradients"
-    sentences.append(
-        f"Host: {gib(plan.host)} ({host} {gib(ledger.host_gradients)}), of {gib(request.host_budget)}"
-        f" ({_host_limit(plan)})."
-    )
+    held = host_parts(ledger, ledger.host_gradients, plan.host_activations)
+    sentences.append(f"Host: {gib(plan.host)} ({held}), of {gib(request.host_budget)} ({_host_limit(plan)}).")
     if terms.spilled:
         sentences.append(
             f"NVMe: {gib(ledger.nvme_states)}, the states of {len(terms.spilled)} units, since host memory holds no"
@@ -40,6 +38,18 @@ def paragraph(plan: Plan) -> str:
             f" {plan.time.bottleneck}."
         )
     return " ".join(sentences)
+
+
+def host_parts(ledger: Ledger, gradients: int, activations: int = 0) -> str:
+    """What host memory is for: parts that add up to the total, which ``gradients`` (bytes) count towards."""
+    parts = {
+        "weights": ledger.host_weights,
+        "states": ledger.host_states,
+        "states on their way to or from NVMe": ledger.host_staging,
+        "gradients": gradients,
+        "inputs of layers": activations,
+    }
+    return ", ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)
 
 
 def shortage(plan: Plan) -> str:

@@ -7,6 +7,7 @@ import logging
 import mmap
 import os
 import threading
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -28,9 +29,21 @@ NO_FALLOCATE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 
 
 class PosixRegion(FileRegion):
-    """A region with an open file."""
+    """A region with an open file, which is closed with the region.
 
-    fd = -1
+    Requests hold their region, so that one that is dropped without ``Tier.free`` outlives its last request.
+    """
+
+    def __init__(self, name: str, nbytes: int, path: str, block: int, fd: int, system: System) -> None:
+        super().__init__(name, nbytes, path, block)
+        self.fd = fd
+        self._close = weakref.finalize(self, undone, system.close, fd, path)
+        self._close.atexit = False  # the process's end closes it, after threads that may still use it
+
+    def close(self) -> None:
+        """Close the file. Idempotent; no request may be in flight."""
+        self.fd = -1
+        self._close()
 
 
 class PosixTier(BlockTier):
@@ -42,6 +55,7 @@ class PosixTier(BlockTier):
         block: bytes under one checksum.
         request: bytes of one request.
         direct: ask for O_DIRECT. A file system that refuses it is said once, and the page cache used.
+        less: what the user can do to have less in files, for the errors of a full disk.
 
     Raises:
         StorageError: the directory cannot be written.
@@ -57,10 +71,12 @@ class PosixTier(BlockTier):
         block: int = BLOCK,
         request: int = REQUEST,
         direct: bool = True,
+        less: str = "",
     ) -> None:
         super().__init__(threads, block=block, request=request)
         self.directory = directory
         self._system = directory.system
+        self._less = less
         self._scratch = threading.local()
         self.alignment = self._probe() if direct else 0
         """What direct I/O is aligned to; 0: through the page cache."""
@@ -73,11 +89,12 @@ class PosixTier(BlockTier):
 
     def allocate(self, name: str, nbytes: int) -> PosixRegion:
         """See ``Tier``."""
-        region = PosixRegion(name, nbytes, self.directory.file(name), self.block)
-        region.fd = self._open(region.path, is_direct=self.alignment > 0)
+        path = self.directory.file(name)
+        fd = self._open(path, is_direct=self.alignment > 0)
+        region = PosixRegion(name, nbytes, path, self.block, fd, self._system)
         self._regions.add(region)
         try:
-            reserve(self._system, region.fd, region.path, self._padded(nbytes))
+            reserve(self._system, region.fd, region.path, self._padded(nbytes), self._less)
         except BaseException:
             self.free(region)
             raise
@@ -88,9 +105,8 @@ class PosixTier(BlockTier):
         if not isinstance(region, PosixRegion) or region.fd < 0:
             return
         self._regions.discard(region)
-        fd, region.fd = region.fd, -1
         undone(self._system.unlink, region.path, region.path)
-        undone(self._system.close, fd, region.path)
+        region.close()
 
     def load(self, region: FileRegion, start: int, target: torch.Tensor) -> None:
         """See ``BlockTier``."""
@@ -135,7 +151,7 @@ class PosixTier(BlockTier):
             try:
                 count = uninterrupted(call, fd, buffer[done:], start + done)
             except OSError as error:
-                raise _failed(what, region.path, start + done, error) from error
+                raise _failed(what, region.path, start + done, error, self._less) from error
             count -= count % (self.alignment or 1)
             stalls = 0 if count else stalls + 1
             if stalls == STALLS:
@@ -194,8 +210,8 @@ def _memory_of(flat: torch.Tensor) -> memoryview:
     return flat.numpy().data
 
 
-def reserve(system: System, fd: int, path: str, nbytes: int) -> None:
-    """Let the file have its blocks now, so that a full disk is found before the first step.
+def reserve(system: System, fd: int, path: str, nbytes: int, less: str = "") -> None:
+    """Let the file have its blocks now, so that a full disk is found before the first step. ``less``: see the tier.
 
     Raises:
         StorageError: there is no room.
@@ -207,13 +223,14 @@ def reserve(system: System, fd: int, path: str, nbytes: int) -> None:
         return
     except OSError as error:
         if error.errno not in NO_FALLOCATE:
-            raise _failed(f"Reserving {nbytes} bytes for", path, None, error) from error
+            raise _failed(f"Reserving {nbytes} bytes for", path, None, error, less) from error
     try:
         free = system.free_bytes(os.path.dirname(path))
     except OSError as error:
         raise _failed("Asking for the free space of", path, None, error) from error
     if free < nbytes:
-        raise _failed(f"Reserving {nbytes} bytes for", path, None, OSError(errno.ENOSPC, f"{free} bytes are free"))
+        full = OSError(errno.ENOSPC, f"{free} bytes are free")
+        raise _failed(f"Reserving {nbytes} bytes for", path, None, full, less)
 
 
 def aligned_buffer(nbytes: int, alignment: int) -> memoryview:
@@ -225,8 +242,8 @@ def aligned_buffer(nbytes: int, alignment: int) -> memoryview:
 
 
 _REMEDIES = {
-    errno.ENOSPC: "free space there, or lower nvme_fraction",
-    errno.EDQUOT: "raise the quota there, or lower nvme_fraction",
+    errno.ENOSPC: "free space there",
+    errno.EDQUOT: "raise the quota there",
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
     errno.ENFILE: "raise the system's limit on open files (sysctl fs.file-max)",
     errno.EROFS: "mount the file system for writing, or change nvme_path",
@@ -235,6 +252,8 @@ _REMEDIES = {
 }
 
 
-def _failed(what: str, path: str, offset: int | None, error: OSError) -> StorageError:
+def _failed(what: str, path: str, offset: int | None, error: OSError, less: str = "") -> StorageError:
     remedy = _REMEDIES.get(error.errno or 0, "check the disk and the kernel log, then restore the last checkpoint")
+    if less and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        remedy = f"{remedy}, or {less}"
     return StorageError(what, path=path, offset=offset, error=error, remedy=remedy)

@@ -1,12 +1,18 @@
 """5 steps, save, a fresh process, 5 steps: the bits of 10 steps."""
 
+import errno
 import json
+import resource
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from transformers import Trainer, TrainingArguments
 
-from slideformer_backend.errors import CheckpointError
+from slideformer_backend.checkpoint import disk_reported
+from slideformer_backend.errors import CheckpointError, StorageError
 from slideformer_backend.storage.directory import MANIFEST
 from tests.checkpoint.scripts import PRECISIONS, Script, assert_same, batch, model_of, weights
 
@@ -186,6 +192,52 @@ class TestDamage:
         (state / ".slideformer-incomplete").touch()
         with pytest.raises(CheckpointError, match="is incomplete"):
             Script().accelerator.load_state(str(state))
+
+
+class TestFullDisk:
+    """The system refuses in earnest: a file may grow no further than the limit."""
+
+    @pytest.fixture
+    def limited(self):
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        yield lambda nbytes: resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, limits[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    @pytest.mark.parametrize("nbytes", [20_000, 100_000], ids=["states", "weights"])
+    def test_is_said_and_the_checkpoint_before_stays(self, tmp_path, limited, nbytes):
+        folder = tmp_path / "state"
+        run = Script().train(0, 1)
+        run.accelerator.save_state(str(folder))
+        saved = {path: path.read_bytes() for path in folder.rglob("*.*")}
+        run.train(1, 1)
+        limited(nbytes)
+        with pytest.raises(StorageError, match=r"EFBIG.*File too large") as caught:
+            run.accelerator.save_state(str(folder))
+        limited(resource.RLIM_INFINITY)
+        assert caught.value.path == str(folder)
+        assert "ulimit -f" in caught.value.remedy
+        assert {path: path.read_bytes() for path in folder.rglob("*.*")} == saved
+        assert [path.name for path in tmp_path.iterdir()] == ["state"]
+        run.train(2, 1).accelerator.save_state(str(folder))
+
+    def test_trainer_says_the_same(self, tmp_path, limited):
+        run = Script().train(0, 1)
+        arguments = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
+        trainer = Trainer(model=run.model, args=arguments, train_dataset=[1])
+        trainer.optimizer, trainer.lr_scheduler = run.optimizer, run.scheduler
+        limited(20_000)
+        with pytest.raises(StorageError, match="checkpoint-0 failed"):
+            trainer._save_checkpoint(run.model, None)
+
+    def test_a_full_disk_in_the_words_of_safetensors(self):
+        with pytest.raises(StorageError, match="ENOSPC") as caught, disk_reported(Path("/somewhere")):
+            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        assert caught.value.errno == errno.ENOSPC
+        assert "free space" in caught.value.remedy
+
+    def test_other_errors_pass(self):
+        with pytest.raises(FileNotFoundError), disk_reported(Path("/somewhere")):
+            Path("/no/such/file").read_bytes()
 
 
 class TestDirectories:

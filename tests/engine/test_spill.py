@@ -504,15 +504,21 @@ def _named_as_lost(job, caplog):
     return {record.name for unit in job.engine.units if unit.name in units for record in unit.records}
 
 
-def test_a_full_disk_is_found_before_the_first_step(folder, device):
+@pytest.mark.parametrize(
+    ("settings", "remedy"),
+    [({}, "more states in host memory"), ({"nvme_fraction": 1.0}, "free space there, or lower nvme_fraction")],
+)
+def test_a_full_disk_is_found_before_the_first_step(folder, device, settings, remedy):
     model = Net(width=32, layers=4)
     weights = [parameter.detach().clone() for parameter in model.parameters()]
-    config = SlideFormerConfig(optimizer_states="nvme", nvme_path=folder)
+    config = SlideFormerConfig(optimizer_states="nvme", nvme_path=folder, **settings)
     engine = attach(model, config, device=device)
     _Fails(engine.spill.tier.directory.system, "allocate", 3, errno.ENOSPC)
     with pytest.raises(StorageError, match="ENOSPC") as caught:
         engine.bind(torch.optim.AdamW(model.parameters()))
     assert "free space" in caught.value.remedy
+    assert remedy in caught.value.remedy
+    assert ("lower" in caught.value.remedy) == bool(settings)
     engine.detach()
     assert os.listdir(folder) == []
     assert all(torch.equal(a, b.cpu()) for a, b in zip(weights, model.parameters(), strict=True))
@@ -543,6 +549,8 @@ def test_a_flipped_bit_ends_the_step_with_an_error(folder, device):
     ("config", "error", "message"),
     [
         ({"optimizer_states": "nvme"}, ConfigError, "nvme_path"),
+        ({"nvme_fraction": 0.5}, ConfigError, "set nvme_path"),
+        ({"nvme_fraction": 0.0}, ConfigError, "or remove nvme_fraction"),
         ({"optimizer_states": "nvme", "nvme_path": "/nowhere/at/all"}, ConfigError, "does not exist"),
         ({"optimizer_states": "host", "nvme_fraction": 0.5, "nvme_path": "/tmp"}, ConfigError, "share"),
     ],
@@ -565,17 +573,29 @@ def test_an_optimizer_that_runs_as_itself_is_refused(folder, device):
 
 
 def test_an_abandoned_engine_leaves_no_file(folder, device):
+    """Neither by its name nor, kept by a descriptor, without one."""
     job = Job(device, optimizer_states="nvme", nvme_path=folder)
     plain(job, 0)
     assert os.listdir(folder)
+    assert len(_open_below(folder)) > 7
     del job
     for _ in range(3):
         gc.collect()
     deadline = time.monotonic() + 10
-    while os.listdir(folder) and time.monotonic() < deadline:
+    while (os.listdir(folder) or _open_below(folder)) and time.monotonic() < deadline:
         time.sleep(0.05)
         gc.collect()
     assert os.listdir(folder) == []
+    assert _open_below(folder) == []
+
+
+def _open_below(folder):
+    """Files of ``folder`` that this process has open, removed ones too: their space is not free."""
+    found = []
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found.append(os.readlink(link))
+    return [path for path in found if path.startswith(folder)]
 
 
 def test_a_run_killed_in_the_middle_of_its_steps_is_reclaimed(folder, device):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 
@@ -75,6 +76,9 @@ def test_every_change_that_is_named_makes_it_fit(request_for, machine):
         request_for("llama-8b", 32, host_memory=100 * GIB),
         request_for("llama-8b", 32, gpu_memory=12 * GIB, lazy_logits=False),
         request_for("llama-8b", 8, on=machine(host=60 * GIB, nvme=10 * GIB)),
+        request_for("llama-8b", 8, on=machine(host=200 * GIB, nvme=50 * GIB), optimizer_states="nvme"),
+        request_for("llama-8b", 8, on=machine(host=200 * GIB, nvme=GIB), optimizer_states="nvme", nvme_fraction=0.5),
+        request_for("llama-8b", 8, on=machine(nvme=5 * GIB), host_memory=60 * GIB),
     ]
     for request in tight:
         plan = make_plan(request)
@@ -86,6 +90,25 @@ def test_every_change_that_is_named_makes_it_fit(request_for, machine):
         assert [change.is_built for change in changes if change.settings] == sorted(
             (change.is_built for change in changes if change.settings), reverse=True
         )
+
+
+def test_where_the_disk_is_too_small_settings_and_space_are_named(request_for, machine):
+    def named(**choices):
+        plan = make_plan(request_for("llama-8b", 8, **choices))
+        assert set(plan.shortages) == {"nvme"}
+        return plan, smallest_changes(plan)
+
+    plan, changes = named(on=machine(host=200 * GIB, nvme=50 * GIB), optimizer_states="nvme")
+    share = changes[0].settings["nvme_fraction"]
+    chosen = make_plan(changes[0].request)
+    assert changes[0].text == f"set nvme_fraction to {share:g}"
+    assert 50 * GIB * 0.9 < chosen.first.nvme_states <= 50 * GIB  # no smaller share than must
+    found = re.search(r"([\d.]+) GiB of free space for spill files", changes[-1].text)
+    assert plan.first.nvme_states < float(found.group(1)) * GIB < plan.first.nvme_states + GIB
+    _, changes = named(on=machine(host=200 * GIB, nvme=30 * GIB), optimizer_states="nvme", nvme_fraction=0.9)
+    assert changes[0].text.startswith("lower nvme_fraction to ")
+    _, changes = named(on=machine(host=200 * GIB, nvme=5 * GIB), host_memory=80 * GIB)
+    assert changes[0].text.startswith("raise host_memory to ")
 
 
 def test_a_plan_that_fits_needs_no_change(request_for):

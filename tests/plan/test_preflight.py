@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,29 @@ def test_a_cap_below_the_least_is_refused_before_anything_changes(model):
     assert "host_memory" in error.expected
     assert "update: immediate" in error.remedy
     assert "raise host_memory to" in error.remedy
+
+
+def sizes(text):
+    """Sizes in a text, in MiB, in their order."""
+    return [float(number) for number in re.findall(r"([\d.]+) MiB", text)]
+
+
+@pytest.mark.parametrize("states", ["host", "nvme"])
+def test_the_parts_of_what_is_needed_add_up(model, tmp_path, states, caplog):
+    """In the refusal and in the log: spilled states that are on their way are in host memory too."""
+    tmp_path.chmod(0o700)
+    config = {"optimizer_states": states, "nvme_path": str(tmp_path)}
+    with pytest.raises(PlanError) as caught:
+        attach(model, SlideFormerConfig(host_memory=MIB, **config), device=CPU, optimizers=[adamw(model)])
+    total, *parts = sizes(caught.value.found)
+    assert sum(parts) == pytest.approx(total, abs=0.05 * (len(parts) + 1))
+    assert ("on their way" in caught.value.found) == (states == "nvme")
+    with caplog.at_level(logging.INFO, "slideformer_backend"):
+        attach(model, SlideFormerConfig(**config), device=CPU, optimizers=[adamw(model)]).detach()
+    (said,) = [record.getMessage() for record in caplog.records if "The plan:" in record.getMessage()]
+    total, *parts = sizes(said.split("Host: ")[1].split("), of")[0])
+    assert len(parts) >= 3
+    assert sum(parts) == pytest.approx(total, abs=0.05 * (len(parts) + 1))
 
 
 def test_a_cap_of_the_least_is_taken_and_kept(model):
@@ -107,13 +132,64 @@ def test_parameters_that_no_optimizer_holds_count_as_frozen(model):
 def machine(monkeypatch):
     """Lets ``prepare`` see another machine."""
 
-    def see(*, available, swap=0, gpu=0):
+    def see(*, available, swap=0, gpu=0, nvme=0):
         host = HostBudget(available, available, swap, "the cgroup's limit")
-        found = Machine(name="other", gpu_total=gpu, gpu_free=gpu, host=host, threads=2)
+        found = Machine(name="other", gpu_total=gpu, gpu_free=gpu, host=host, threads=2, nvme_free=nvme)
         monkeypatch.setattr(preflight, "probe_machine", lambda device, path: found)
         monkeypatch.setattr(preflight, "probe_host_budget", lambda: host)
+        monkeypatch.setattr(preflight, "free_space", lambda path: nvme)
 
     return see
+
+
+@pytest.fixture
+def spilling(tmp_path):
+    folder = tmp_path / "nvme"
+    folder.mkdir(mode=0o700)
+    return SlideFormerConfig(optimizer_states="nvme", nvme_path=str(folder))
+
+
+def test_a_disk_that_is_too_small_is_refused_before_anything_changes(model, machine, spilling):
+    """A byte decides; what is counted are whole blocks."""
+    machine(available=1 << 34, nvme=1 << 34)
+    engine = attach(model, spilling, device=CPU, optimizers=[adamw(model)])
+    need = engine._preflight.plan.first.nvme_states
+    engine.bind(adamw(model))
+    files = list(Path(spilling.nvme_path).glob("*/*.spill"))
+    assert sum(file.stat().st_blocks for file in files) * 512 == need > engine.spill.nbytes
+    engine.detach()
+    before = {name: (parameter.data_ptr(), type(parameter)) for name, parameter in model.named_parameters()}
+    machine(available=1 << 34, nvme=need - 1)
+    with pytest.raises(PlanError, match="NVMe do not fit") as caught:
+        attach(model, spilling, device=CPU, optimizers=[adamw(model)])
+    assert {name: (p.data_ptr(), type(p)) for name, p in model.named_parameters()} == before
+    assert list(Path(spilling.nvme_path).iterdir()) == []
+    error = caught.value
+    assert f"{need:,} bytes" in error.found
+    assert f"{need - 1:,} bytes" in error.expected
+    assert error.remedy.startswith("set nvme_fraction to ")
+    share = float(error.remedy.split()[3].rstrip(";"))
+    attach(model, replace(spilling, nvme_fraction=share), device=CPU, optimizers=[adamw(model)]).detach()
+    machine(available=1 << 34, nvme=need)
+    attach(model, spilling, device=CPU, optimizers=[adamw(model)]).detach()
+    machine(available=1 << 34, nvme=0)
+    engine = attach(model, spilling, device=CPU)  # who only evaluates needs no files
+    with pytest.raises(PlanError, match="NVMe do not fit"):
+        engine.bind(adamw(model))
+    engine.detach()
+
+
+def test_what_dead_runs_left_is_removed_before_free_space_is_asked_for(model, machine, spilling, monkeypatch):
+    left = Path(spilling.nvme_path) / "slideformer-spill-1-0123abcd"
+    left.mkdir(mode=0o700)
+    (left / "lock").touch()
+    (left / "unit.spill").touch()
+    machine(available=1 << 34, nvme=1 << 34)
+    probe = preflight.probe_machine
+    monkeypatch.setattr(
+        preflight, "probe_machine", lambda *known: pytest.fail("left") if left.exists() else probe(*known)
+    )
+    attach(model, spilling, device=CPU, optimizers=[adamw(model)]).detach()
 
 
 def weight_bytes(model):

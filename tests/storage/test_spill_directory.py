@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import signal
 import stat
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import slideformer_backend
 from slideformer_backend.errors import ConfigError, StorageError
-from slideformer_backend.storage import SpillDirectory, System
+from slideformer_backend.storage import PosixTier, SpillDirectory, System
 
 ROOT = Path(slideformer_backend.__file__).resolve().parents[1]
 
@@ -199,3 +203,32 @@ def test_a_read_only_folder_is_refused(folder):
     os.chmod(folder, 0o500)
     with pytest.raises(StorageError, match="EACCES"):
         SpillDirectory(folder)
+
+
+def test_a_tier_that_is_dropped_in_the_middle_of_a_write_ends_it_and_closes_its_files(folder, descriptors):
+    """The request holds the file until it is through; space and descriptors return with the last reference."""
+
+    class Slow(System):
+        def __init__(self):
+            self.go, self.written = threading.Event(), []
+
+        def write_at(self, fd, buffer, offset):
+            self.go.wait(10)
+            self.written.append(super().write_at(fd, buffer, offset))
+            return self.written[-1]
+
+    system = Slow()
+    tier = PosixTier(SpillDirectory(folder, system), 1, direct=False)
+    data = torch.ones(1 << 20, dtype=torch.uint8)
+    ticket = tier.write(tier.allocate("unit-0", data.numel()), 0, data)
+    del tier
+    gc.collect()
+    assert os.listdir(folder), "removed under a request"
+    system.go.set()
+    ticket.synchronize()
+    assert system.written == [data.numel()]
+    deadline = time.monotonic() + 10
+    while os.listdir(folder) and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
+    assert os.listdir(folder) == []
