@@ -201,7 +201,8 @@ def recognise(function: Callable[..., Any], dtypes: list[torch.dtype], device: t
 
 def _angles(style: Style, width: int, source: torch.Generator) -> torch.Tensor:
     """Random angles [rows, length, width], the second half of it arbitrary where a style does not read it."""
-    angle, other = torch.rand(2, _ROWS, _LENGTH, width // 2, generator=source) * 6
+    drawn = torch.rand(2, _ROWS, _LENGTH, width // 2, generator=source) * 6
+    angle, other = drawn[0], drawn[1]
     if style == "pairs":
         return angle.repeat_interleave(2, -1)
     return torch.cat([angle, other if style == "pairs of halves" else angle], -1)
