@@ -52,6 +52,15 @@ class Board:
             self._is_closed = True
             self._changed.notify()
 
+    def abandon(self) -> list[Job]:
+        """As ``close``, but what is queued is given back and not run."""
+        with self._changed:
+            left = [job for queued in self._lines.values() for _, job in queued]
+            self._lines.clear()
+            self._is_closed = True
+            self._changed.notify()
+        return left
+
     def take(self) -> Job | None:
         """The next piece of work; blocks while there is none."""
         with self._changed:

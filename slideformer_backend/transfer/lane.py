@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import collections
 import os
 import threading
@@ -12,11 +13,15 @@ from typing import Any
 
 import torch
 
+from ..errors import StateError
 from ..storage import Ticket, Tracked
 from ..trace import Recorder
 from .board import Board, Job, Waits
 from .monitor import Monitor
 from .timer import StreamTimer
+
+EXIT_SECONDS = 30.0
+"""How long the end of the process waits for work that is running."""
 
 
 def copy(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -102,6 +107,15 @@ class Lane:
             thread.join()
         self._begin()
         self._in_flight.clear()
+
+    def abandon(self) -> threading.Thread | None:
+        """The process ends: what has not begun never will. Returns the thread, which ends after its present work."""
+        thread, self._thread = self._thread, None
+        self._stop.detach()
+        for job in self._board.abandon():
+            job.ticket.issue(error=StateError(f"{job.ticket.name}: the process ended first"))
+        self._begin()
+        return thread
 
     def forget_thread(self) -> None:
         """In a forked child: the thread did not survive, and what was queued belongs to the parent."""
@@ -197,5 +211,16 @@ def _forget_threads() -> None:
         lane.forget_thread()
 
 
+def _end_threads() -> None:
+    """Before the interpreter goes: a thread that comes back to it from a kernel later is cut off there, and the process
+    aborts."""
+    threads = [lane.abandon() for lane in list(_LANES)]
+    deadline = time.monotonic() + EXIT_SECONDS
+    for thread in threads:
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+
+atexit.register(_end_threads)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_threads)

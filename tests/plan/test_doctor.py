@@ -5,13 +5,22 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import sys
 
 import pytest
 import torch
 
+from slideformer_backend._imports import finder
 from slideformer_backend.commands import check_gpu, check_host, check_software, doctor
 from slideformer_backend.commands.findings import Finding, run_check
 from slideformer_backend.plan.machine import probe_machine
+
+
+@pytest.fixture(autouse=True)
+def hooked(monkeypatch):
+    """As torch's import leaves a process; other tests of this one may have taken the hook out."""
+    if finder not in sys.meta_path:
+        monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
 
 
 def levels(findings):

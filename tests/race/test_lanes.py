@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -211,3 +213,32 @@ def test_ticket_error_reaches_every_waiter():
         with pytest.raises(Failed):
             ticket.wait_issued()
     assert ticket.is_complete
+
+
+ENDS = """
+import sys, time, torch
+from slideformer_backend.transfer.lane import Lane
+torch.set_num_threads(1)
+lane = Lane("update")
+started = []
+def work():
+    started.append(True)
+    print("begun", flush=True)
+    for _ in range(3):  # kernels without the GIL, which it asks for again while the interpreter goes
+        torch.sort(torch.rand(3_000_000))
+tickets = [lane.submit(f"work {number}", work) for number in range(50)]
+while not started:
+    time.sleep(0.001)
+if len(sys.argv) > 1:
+    raise SystemExit(3)
+"""
+
+
+@pytest.mark.parametrize(("arguments", "status"), [([], 0), (["fails"], 3)])
+def test_a_process_ends_while_a_lane_works(arguments, status):
+    """A thread cut off inside a kernel aborts the process; work that has not begun is not waited for."""
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS, *arguments], capture_output=True, text=True, check=False, timeout=100
+    )
+    assert (done.returncode, done.stderr) == (status, "")
+    assert done.stdout.count("begun") < 50
