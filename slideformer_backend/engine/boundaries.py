@@ -14,6 +14,7 @@ from functools import partial
 
 import torch
 
+from ..errors import StateError
 from ..storage import HostMemory, Slab, Tracked
 from ..transfer import Backend, Ticket, copy
 
@@ -65,7 +66,8 @@ class BlockPool:
 
     def take(self, nbytes: int) -> Block:
         """A block of at least ``nbytes``, to be written once its ``drained`` ticket has passed."""
-        fitting = [block for block in self._free if block.slab.nbytes >= nbytes]
+        # a copy: a boundary may die, and give its block back, at any point of this
+        fitting = [block for block in list(self._free) if block.slab.nbytes >= nbytes]
         if fitting:
             block = min(fitting, key=lambda block: block.slab.nbytes)
             self._free.remove(block)
@@ -182,8 +184,8 @@ class Boundaries:
         if tensor is None:
             return
         source = tensor.detach()
-        boundary.tensor = None
         block = boundary.block = self._pool.take(source.numel() * source.element_size())
+        boundary.tensor = None  # not before: the host may have no room
         target = self._view(boundary, block)
         self._backend.touch(f"forward into {boundary.name}", writes=(boundary.tracked,))
         boundary.stored = block.drained = self._backend.out.submit(
@@ -204,7 +206,7 @@ class Boundaries:
         if boundary.tensor is not None:
             return boundary.tensor
         if block is None:
-            raise RuntimeError(f"the boundary of {boundary.name} is neither on the device nor on the host")
+            raise StateError(f"The boundary of {boundary.name} is neither on the device nor on the host.")
         target = torch.empty(boundary.shape, dtype=boundary.dtype, device=self._backend.device)
         source = self._view(boundary, block)
         boundary.tensor = target

@@ -11,7 +11,9 @@ from torch import nn
 
 from slideformer_backend.api import attach
 from slideformer_backend.config import SlideFormerConfig
+from slideformer_backend.engine import boundaries
 from slideformer_backend.plan.placement import UnitCost, place
+from slideformer_backend.storage import HostMemory
 
 WIDTH, ROWS, LAYERS = 64, 300, 6  # 77 KB: large enough to leave
 
@@ -200,3 +202,18 @@ def test_device_memory_holds_two_boundaries():
         return held / (rows * WIDTH * 4)
 
     assert peak("gpu") - peak("host") > LAYERS - 3
+
+
+def test_a_block_may_come_back_while_one_is_looked_for():
+    """The collector may end a boundary at any point."""
+    pool = boundaries.BlockPool(HostMemory(pin=False))
+
+    class Giving:
+        @property
+        def nbytes(self):
+            pool.give(boundaries.Block(other))
+            return 8
+
+    other = pool.take(16).slab
+    pool.give(boundaries.Block(Giving()))
+    assert isinstance(pool.take(8).slab, Giving)
