@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -193,11 +192,14 @@ def _of_step(batches: Sequence[Tensor], number: int, load: Load) -> Sequence[Ten
 @contextlib.contextmanager
 def deterministic() -> Iterator[None]:
     """Deterministic kernels, attention's backward included: two plain runs agree in every bit."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    settings: Any = torch.utils.deterministic
+    fills = settings.fill_uninitialized_memory
+    settings.fill_uninitialized_memory = False  # memory is written before it is read, and is large
+    torch.use_deterministic_algorithms(True)  # as a mere wish (warn_only) flash attention's backward would ignore it
     try:
-        # cuDNN's and the memory-efficient backward add in any order whatever is asked of them; flash attention obeys
-        with warnings.catch_warnings(), sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
-            warnings.filterwarnings("ignore", message=".*deterministic.*")
+        # cuDNN's and the memory-efficient backward add in any order whatever is asked of them
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
             yield
     finally:
         torch.use_deterministic_algorithms(False)
+        settings.fill_uninitialized_memory = fills

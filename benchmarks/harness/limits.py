@@ -155,7 +155,7 @@ class _Arrays:
         random = np.random.default_rng(0)
         self._master, self._first = (random.standard_normal(count, np.float32) for _ in range(2))
         self._second = np.abs(self._first)
-        self._old, self._new = (random.integers(0, 1 << 14, count, np.uint16) for _ in range(2))
+        self._old, self._new = (_bf16(1e-3 * random.standard_normal(count, np.float32)) for _ in range(2))
         self._weights = np.zeros(count, np.uint16)
 
     def kernels(self) -> dict[str, Callable[[slice], None]]:
@@ -208,3 +208,9 @@ class _Arrays:
 
     def _moments(self, part: slice) -> tuple[Any, Any]:
         return self._first[part], self._second[part]
+
+
+def _bf16(values: Any) -> Any:
+    """The bits of ``values`` as bf16. Random bits would not do: squares of the smallest numbers are denormal, which
+    costs a processor a hundred times the work of a gradient."""
+    return (values.view(np.uint32) >> 16).astype(np.uint16)

@@ -317,10 +317,11 @@ class Engine:
             return
         if not all(self.residency.can_move(unit) for unit in self.sliding):
             return  # gradients are being accumulated: after the next step
-        placement = self.residency.decide(self.sliding, self.boundaries)
+        placement = self.residency.decide(self.sliding, self.boundaries, self._usual_count)
         chosen, self.boundaries.is_on = set(placement.resident), placement.activations == "host"
         for unit in [unit for unit in self.sliding if unit.index in chosen]:
             self.move_to_device(unit)
+        self.window.grow(self.sliding, placement.slots)
 
     def move_to_device(self, unit: Unit) -> None:
         """Make a sliding unit resident: weights, states, updates on the device. Training goes on bit for bit."""

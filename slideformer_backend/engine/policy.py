@@ -129,7 +129,9 @@ class UpdatePolicy(abc.ABC):
         self._pool(unit).give(buffer, ticket)
 
     def release_pool(self, unit: Unit) -> None:
-        """A unit left for the device: one buffer fewer is needed on the host."""
+        """A unit left for the device: one buffer fewer is needed on the host. The memory that it gave back is worth
+        one more in flight, so that fewer arriving gradients wait for updates."""
+        self.spare_buffers += 1
         self._pool(unit).shrink(keep=self.spare_buffers)
 
     def forget(self, record: ParamRecord) -> None:

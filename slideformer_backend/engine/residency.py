@@ -9,7 +9,7 @@ import torch
 from ..config import SlideFormerConfig
 from ..plan.host_budget import probe_host_budget
 from ..plan.ledger import resident_bytes
-from ..plan.placement import Placement, UnitCost, edges_may_update_on_device, place, spare_device_bytes
+from ..plan.placement import Placement, Steps, UnitCost, edges_may_update_on_device, place, spare_device_bytes
 from ..storage import HostMemory
 from ..transfer import Backend
 from .boundaries import Boundaries
@@ -83,10 +83,10 @@ class Residency:
         """Whether units should be moved before the next forward."""
         return self.placement is None and self._steps >= OBSERVED_STEPS and self.budget > 0
 
-    def decide(self, sliding: list[Unit], boundaries: Boundaries) -> Placement:
+    def decide(self, sliding: list[Unit], boundaries: Boundaries, micro_batches: int) -> Placement:
         """Choose what moves, from what the first steps have shown."""
-        budget = self.budget
-        costs = [UnitCost(u.index, _resident_bytes(u), self._activations.get(u.index, 0)) for u in sliding]
+        budget, slot = self.budget, self._window.weight_slot_bytes
+        costs = [UnitCost(u.index, _resident_bytes(u), self._activations.get(u.index, 0), slot(u)) for u in sliding]
         spare = spare_device_bytes(budget, self._peak)
         leaving = boundaries.freeable(len(costs))
         if leaving > self._host_room() // 2:
@@ -97,6 +97,7 @@ class Residency:
             recompute=self._config.recompute,
             activations=self._config.activations,
             boundaries=leaving,
+            steps=Steps(micro_batches, max(map(self._window.weight_slots, sliding), default=0)),
         )
         logger.info("SlideFormer: %s", self.placement.reason)
         return self.placement

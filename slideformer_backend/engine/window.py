@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable
 from functools import partial
 
@@ -152,6 +153,23 @@ class Window:
             monitor.spoil(slot)
             self._evict(slot)
         slot.released = self.backend.mark(f"compute of {unit.name}")
+
+    def grow(self, units: Iterable[Unit], count: int) -> None:
+        """``count`` weight slots more, though no more than ``units``, which still slide, can fill: weights that are
+        not evicted stay until they change."""
+        for size, members in Counter(self._weight_class[unit.layout.weight_bytes] for unit in units).most_common():
+            slots = self._weight_slots[size]
+            added = min(count, max(0, members - len(slots)))
+            slots.extend(self._new_weight_slot(size) for _ in range(added))
+            count -= added
+
+    def weight_slots(self, unit: Unit) -> int:
+        """How many slots units like this one share."""
+        return len(self._weight_slots[self._weight_class[unit.layout.weight_bytes]])
+
+    def weight_slot_bytes(self, unit: Unit) -> int:
+        """What a weight slot for ``unit`` takes on the device."""
+        return self._weight_class[unit.layout.weight_bytes]
 
     def forget(self, unit: Unit) -> None:
         """The unit leaves the window for good: its slot is free for others."""

@@ -34,6 +34,7 @@ class Terms:
         accumulates: whether a step has several micro-batches; ``immediate`` then keeps one gradient per unit too.
         moments: fp32 arrays of the optimizer beside the master; ``moment_bytes``: bytes of one of their elements.
         prefetch: units fetched ahead.
+        slots: weight slots beside those of the window, in which weights stay until they change.
         spares: gradient buffers in flight beyond the kept ones, per size class.
         edges_update_on_device: whether edge units keep their states on the device, and nothing on the host.
         resident: numbers of sliding units that moved to the device.
@@ -46,6 +47,7 @@ class Terms:
     moments: int = 2
     moment_bytes: float = 4.0
     prefetch: int = 2
+    slots: int = 0
     spares: int = LEAST_SPARES
     edges_update_on_device: bool = False
     resident: frozenset[int] = frozenset()
@@ -117,7 +119,7 @@ def ledger_of(parts: Partition, terms: Terms) -> Ledger:
         host_spare=spare,
         host_staging=largest * min(terms.staged, len(spilled)),
         nvme_states=sum(file_bytes(part, terms) for part in spilled),
-        device_slots=slot_bytes(parts, terms.prefetch),
+        device_slots=slot_bytes(parts, terms),
         device_edges=sum(map(_weights_and_gradient, parts.edges)) + parts.frozen_edges,
         device_states=sum(device_state_bytes(part.specs, terms.moments) for part in parts.edges)
         if terms.edges_update_on_device
@@ -138,7 +140,7 @@ def spilled_parts(parts: Partition, terms: Terms) -> list[Part]:
     return [part for number, part in enumerate((*parts.sliding, *parts.edges)) if number in away]
 
 
-def slot_bytes(parts: Partition, prefetch: int) -> int:
+def slot_bytes(parts: Partition, terms: Terms) -> int:
     """Device memory of all slots for the sliding units."""
     layouts = [part.layout for part in parts.sliding]
     weights = size_classes(layout.weight_bytes for layout in layouts)
@@ -146,8 +148,8 @@ def slot_bytes(parts: Partition, prefetch: int) -> int:
     total = sum({gradients[layout.gradient_bytes] for layout in layouts if layout.gradient_bytes}) * GRADIENT_SLOTS
     for size in set(weights.values()):
         members = sum(weights[layout.weight_bytes] == size for layout in layouts)
-        total += size * min(prefetch + 2, members)
-    return total
+        total += size * min(terms.prefetch + 2, members)
+    return total + max(weights.values(), default=0) * terms.slots
 
 
 def state_bytes(part: Part, terms: Terms) -> int:

@@ -12,10 +12,11 @@ from typing import Literal
 
 from ..config import SlideFormerConfig
 from .activations import UnitActivity
+from .layout import size_classes
 from .ledger import LEAST_SPARES, Ledger, Terms, Update, ledger_of, resident_bytes, spillable_bytes, usual_spares
 from .machine import Machine
 from .partition import Partition
-from .placement import UnitCost, edges_may_update_on_device, place, spare_device_bytes
+from .placement import Steps, UnitCost, edges_may_update_on_device, place, spare_device_bytes
 from .spill import Spill, spill_share, spill_states
 from .step_time import StepTime, Work, step_time
 
@@ -182,6 +183,7 @@ def make_plan(request: Request) -> Plan:
     """The best plan that fits; where none does, the one that lacks least."""
     terms = _with_device_choices(request)
     terms, spill = _with_host_choices(request, terms)
+    before = terms
     kept: frozenset[int] = frozenset()
     if request.machine.has_gpu and request.load is not None:
         terms, kept = _with_residents(request, terms)
@@ -190,7 +192,7 @@ def make_plan(request: Request) -> Plan:
         request=request,
         terms=terms,
         ledger=ledger_of(request.parts, terms),
-        first=ledger_of(request.parts, replace(terms, resident=frozenset())),
+        first=ledger_of(request.parts, before),
         activations=on_device,
         host_activations=on_host,
         kept=kept,
@@ -317,14 +319,23 @@ def _with_residents(request: Request, terms: Terms) -> tuple[Terms, frozenset[in
     """Units that move to the device after the first steps, as the engine does it."""
     peak = ledger_of(request.parts, terms).device + activation_bytes(request)[0]
     costs = _costs(request)
-    placed = place(costs, spare_device_bytes(request.gpu_budget, peak), recompute=request.choices.recompute)
-    return replace(terms, resident=frozenset(placed.resident)), frozenset(placed.kept_activations)
+    placed = place(
+        costs,
+        spare_device_bytes(request.gpu_budget, peak),
+        recompute=request.choices.recompute,
+        steps=Steps(request.load.accumulate if request.load else 1, terms.prefetch + 2),
+    )
+    moved = frozenset(placed.resident)
+    # the host memory of a unit that moved is worth one gradient buffer more in flight
+    spares = terms.spares + len(moved)
+    return replace(terms, resident=moved, slots=placed.slots, spares=spares), frozenset(placed.kept_activations)
 
 
 def _costs(request: Request) -> Sequence[UnitCost]:
     moments = request.choices.moments
+    slots = size_classes(part.layout.weight_bytes for part in request.parts.sliding)
     return [
-        UnitCost(number, resident_bytes(part.specs, moments), unit.saved)
+        UnitCost(number, resident_bytes(part.specs, moments), unit.saved, slots[part.layout.weight_bytes])
         for number, (part, unit) in enumerate(zip(request.parts.sliding, request.activity, strict=True))
     ]
 

@@ -57,13 +57,13 @@ def step_time(
     again = sum(unit.operations for number, unit in enumerate(activity) if number not in work.kept)
     weights = sum(part.layout.weight_bytes for part in sliding)
     gradients = sum(part.layout.gradient_bytes for part in on_host)
-    held = sum(sorted((part.layout.weight_bytes for part in sliding), reverse=True)[: terms.prefetch + 2])
+    held = sum(sorted((part.layout.weight_bytes for part in sliding), reverse=True)[: terms.prefetch + 2 + terms.slots])
     count = work.micro_batches
     states = sum(spillable_bytes(part, terms) for part in spilled)
     amounts = {
         "compute": ((3 * forward + again) * count, rates.get("gemm", 0.0) * GEMM_SHARE),
-        # twice per micro-batch, but for what is still in its slot when the backward begins
-        "h2d": (count * (2 * weights - held) + (count - 1) * gradients, rates.get("h2d", 0.0)),
+        # all of it after an update; before each backward and each further forward what is not in its slot any more
+        "h2d": (weights + (2 * count - 1) * (weights - held) + (count - 1) * gradients, rates.get("h2d", 0.0)),
         "d2h": (count * gradients, rates.get("d2h", 0.0)),
         "host": (sum(update_bytes(part, terms) for part in on_host), rates.get("host", 0.0) * HOST_SHARE),
     }

@@ -9,6 +9,7 @@ from torch import nn
 from slideformer_backend.api import attach
 from slideformer_backend.config import SlideFormerConfig
 from slideformer_backend.errors import UnsupportedError
+from tests.budgets import tight
 
 WIDTH, ROWS, LAYERS = 64, 300, 6  # 77 KB: large enough to leave the device
 
@@ -65,7 +66,7 @@ def managed(request, device):
         torch.manual_seed(0)
         model = Net(how).train()
         kept = "gpu" if request.param == "resident" else request.param
-        engine = attach(model, SlideFormerConfig(activations=kept, gpu_memory="1KiB"), device=device)
+        engine = attach(model, SlideFormerConfig(activations=kept, gpu_memory=tight(model)), device=device)
         engine.bind(torch.optim.AdamW(model.parameters(), lr=1e-2))
         if request.param == "resident":
             for unit in list(engine.sliding):
@@ -147,7 +148,7 @@ def test_the_random_state_where_all_arguments_are_keywords(device):
     def gradients(is_managed):
         torch.manual_seed(0)
         model = Stack()
-        engine = attach(model, SlideFormerConfig(gpu_memory="1KiB"), device=device) if is_managed else None
+        engine = attach(model, SlideFormerConfig(gpu_memory=tight(model)), device=device) if is_managed else None
         model = model if is_managed else model.to(device)
         torch.manual_seed(1)
         model(rows(device)).sum().backward()

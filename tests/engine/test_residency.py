@@ -10,7 +10,7 @@ from torch import nn
 
 from slideformer_backend.api import attach
 from slideformer_backend.config import SlideFormerConfig
-from slideformer_backend.plan.placement import UnitCost, place
+from slideformer_backend.plan.placement import Steps, UnitCost, place
 from tests.budgets import tight
 
 
@@ -97,6 +97,10 @@ def test_moved_units_train_to_the_same_bits(device, dtype, case):
         # A split master's weight rounds ties up, a device unit's to even (DESIGN 5): equal until the first tie.
         assert slid[0][:3] == moved[0][:3]
         return
+    if case.get("optimizer") == "whole" and device.type == "cuda":
+        # torch's own step, on host tensors here and on device tensors there: it rounds differently by itself
+        torch.testing.assert_close(slid[0], moved[0], rtol=1e-5 if dtype is torch.float32 else 1e-2, atol=0)
+        return
     assert slid[0] == moved[0]
     for name, value in slid[1].items():
         assert torch.equal(value, moved[1][name]), name
@@ -141,3 +145,58 @@ def test_place_fills_from_the_front_and_skips_recompute_only_when_all_are_reside
     assert place(units, 49, recompute="always").kept_activations == ()
     assert place(units, -5).resident == ()
     assert "2 of 4 units" in place(units, 25).reason
+
+
+def test_what_is_left_becomes_weight_slots():
+    units = [UnitCost(number, 10, 4, 2) for number in range(6)]
+    assert (place(units, 25).resident, place(units, 25).slots) == ((0, 1), 2)
+    assert place(units, 25, steps=Steps(slots=3)).slots == 1  # four units slide, three slots are there
+    assert place(units, 25, steps=Steps(slots=4)).slots == 0
+    assert "2 more weight slots" in place(units, 25).reason
+
+
+def test_with_several_micro_batches_slots_for_all_come_first():
+    units = [UnitCost(number, 10, 4, 2) for number in range(6)]
+    several = Steps(micro_batches=4, slots=2)
+    assert place(units, 7, steps=several)[0::3] == ((), 3)
+    assert place(units, 15, steps=several)[0::3] == ((), 4)
+    assert place(units, 16, steps=several)[0::3] == ((0,), 3)  # a unit that moves needs no slot
+    assert place(units, 60, steps=several)[0::3] == (tuple(range(6)), 0)
+    assert place(units, 7, steps=several, boundaries=1)[2:4] == ("host", 4)
+    assert place(units, 7, steps=Steps(slots=2), boundaries=1).activations == "gpu"  # it would take in no unit
+
+
+def test_weights_that_have_a_slot_are_sent_once_per_update(device):
+    torch.manual_seed(0)
+    start = Net(layers=8)
+    found = []
+    for slots in (0, 3, 100):
+        model = copy.deepcopy(start)
+        engine = attach(model, SlideFormerConfig(prefetch=1, gpu_memory=tight(model)), device=device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        engine.bind(optimizer)
+        engine.window.grow(engine.sliding, slots)
+        assert engine.window.weight_slots(engine.sliding[0]) == min(3 + slots, 8)
+        sent, submit = [], engine.backend.h2d.submit
+        engine.backend.h2d.submit = lambda name, *args, sent=sent, submit=submit, **kwargs: (
+            sent.append(name), submit(name, *args, **kwargs))[1]  # fmt: skip
+        generator = torch.Generator().manual_seed(3)
+        for step in range(8):
+            engine.last_microbatch = lambda step=step: step % 4 == 3
+            tokens = torch.randint(0, 20, (2, 8), generator=generator).to(device)
+            nn.functional.cross_entropy(model(tokens).view(-1, 20), tokens.view(-1)).backward()
+            if engine.last_microbatch():
+                optimizer.step()
+                optimizer.zero_grad()
+        engine.settle()
+        weights = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
+        found.append((sum(name.startswith("weights of") for name in sent), weights))
+        engine.detach()
+    counts = [count for count, _ in found]
+    assert 16 <= counts[2] <= 20  # each unit after each update, and those fetched ahead of a third step
+    # two steps, of eight passes each, the first of which finds nothing: three slots spare about three units per pass
+    assert counts[0] - counts[1] >= 2 * 7 * 2
+    assert counts[0] <= 2 * 8 * 6
+    for _, weights in found[1:]:
+        for name, value in found[0][1].items():
+            assert torch.equal(value, weights[name]), name

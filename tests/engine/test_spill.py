@@ -26,6 +26,7 @@ from slideformer_backend.errors import ConfigError, StorageError, UnsupportedErr
 from slideformer_backend.optim.lion import Lion
 from slideformer_backend.plan.ledger import STAGED_UNITS as ROOMS
 from slideformer_backend.storage import PosixTier
+from tests.budgets import tight
 
 from .test_residency import Net
 
@@ -59,7 +60,7 @@ class Job:
         torch.manual_seed(0)
         self.device = device
         self.model = Net(width=32, layers=layers).to(dtype)
-        settings = SlideFormerConfig(update=update, gpu_memory="1KiB", cpu_threads=1, **config)
+        settings = SlideFormerConfig(update=update, gpu_memory=tight(self.model), cpu_threads=1, **config)
         self.engine = attach(self.model, settings, device=device, autocast_dtype=self.autocast)
         self.optimizer = RULES[rule](self.model.parameters())
         self.engine.bind(self.optimizer)
@@ -245,7 +246,7 @@ def test_pages_really_go_back_to_the_system(folder, device):
     torch.manual_seed(0)
     model = Net(width=256, layers=14)
     engine = attach(
-        model, SlideFormerConfig(optimizer_states="nvme", nvme_path=folder, gpu_memory="1KiB"), device=device
+        model, SlideFormerConfig(optimizer_states="nvme", nvme_path=folder, gpu_memory=tight(model)), device=device
     )
     before = _resident_kib()
     engine.bind(torch.optim.AdamW(model.parameters()))

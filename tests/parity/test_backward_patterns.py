@@ -6,6 +6,7 @@ import torch
 from slideformer_backend.api import attach
 from slideformer_backend.config import SlideFormerConfig
 from slideformer_backend.errors import UnsupportedError
+from tests.budgets import tight
 from tests.parity.harness import POLICIES, check
 from tests.parity.models import batch, language_loss, llama, stack
 
@@ -166,7 +167,7 @@ def test_backward_patterns(device, policy, body, make):
 @pytest.mark.parametrize("make", [stack(), llama()], ids=["stack", "llama"])
 def test_a_second_backward_under_immediate_is_refused_before_torch_complains(device, make):
     model = make().train()
-    engine = attach(model, SlideFormerConfig(update="immediate", gpu_memory="1KiB"), device=device)
+    engine = attach(model, SlideFormerConfig(update="immediate", gpu_memory=tight(model)), device=device)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     engine.bind(optimizer)
     ids = batch(0, device=device)

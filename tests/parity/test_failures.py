@@ -9,6 +9,7 @@ import torch
 from slideformer_backend.api import attach
 from slideformer_backend.config import SlideFormerConfig
 from slideformer_backend.errors import SlideFormerError
+from tests.budgets import tight
 from tests.parity.harness import POLICIES, check, run_managed
 from tests.parity.models import Stack, batch, language_loss, llama, stack, steps
 
@@ -157,7 +158,7 @@ def test_twenty_skips_in_a_row_are_an_error(device):
 def test_an_exception_inside_backward_says_what_was_updated(device, policy, end, caplog):
     """Under immediate the layers behind the wire have taken a step; those before it, and the torn one, have not."""
     model = Fragile().train()
-    engine = attach(model, SlideFormerConfig(update=policy, gpu_memory="1KiB"), device=device)
+    engine = attach(model, SlideFormerConfig(update=policy, gpu_memory=tight(model)), device=device)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     engine.bind(optimizer)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
