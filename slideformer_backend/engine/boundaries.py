@@ -113,6 +113,7 @@ class Boundaries:
         self._backend = backend
         self._pool = BlockPool(memory)
         self._order: list[weakref.ref[Boundary]] = []
+        self._leaving: tuple[Ticket, Tracked] | None = None
         self._seen = 0
         self._most_seen = 0
 
@@ -139,6 +140,7 @@ class Boundaries:
 
     def put(self, name: str, tensor: torch.Tensor) -> Boundary:
         """Take charge of the input of a forward of unit ``name``; an older one may start to leave."""
+        self._let_go()
         boundary = Boundary(name, tensor, self._pool)
         self._order = [ref for ref in self._order if ref() is not None]
         self._order.append(weakref.ref(boundary))
@@ -199,6 +201,17 @@ class Boundaries:
             writes=(block.slab,),
             keep=source,
         )
+        self._leaving = boundary.stored, boundary.tracked
+
+    def _let_go(self) -> None:
+        """Compute issued from now on may use the memory of the boundary that left last. The host is layers ahead of the
+        device: it would find that memory taken as long as the copy has not been done, and take more."""
+        if self._leaving is None:
+            return
+        (stored, tracked), self._leaving = self._leaving, None
+        self._backend.order("compute after boundary stored", stored)
+        stored.keep = None
+        self._backend.touch(f"memory of {tracked.name}", writes=(tracked,))
 
     def _fetch(self, boundary: Boundary) -> torch.Tensor:
         """Start loading unless it is here."""

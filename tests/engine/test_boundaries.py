@@ -218,3 +218,28 @@ def test_a_block_may_come_back_while_one_is_looked_for():
     other = pool.take(16).slab
     pool.give(boundaries.Block(Giving()))
     assert isinstance(pool.take(8).slab, Giving)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_memory_is_free_although_the_host_runs_ahead():
+    """Each block's compute takes 20 ms, so that the host has issued them all before the first has left."""
+    device = torch.device("cuda")
+
+    def peak(activations):
+        model, engine, optimizer = managed(device, activations)
+        for block in model.layers:
+            block.register_forward_pre_hook(lambda *_: torch.cuda._sleep(40_000_000))
+        rows = 100_000
+        for batch in batches(device, (rows, rows, rows)):
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            model(batch).sum().backward()
+            highest = torch.cuda.max_memory_allocated() - before
+            optimizer.step()
+            optimizer.zero_grad()
+        engine.detach()
+        return highest / (rows * WIDTH * 4)
+
+    assert peak("gpu") - peak("host") > LAYERS - 3.5

@@ -152,6 +152,7 @@ def test_equal_inside_a_users_stream(clip):
         ("compute after boundary loaded", ("back",), 0.0),
         ("store after compute", (), 20.0),
         ("load after boundary stored", ("out",), 0.0),
+        ("compute after boundary stored", ("out",), 0.0),
     ],
 )
 def test_a_wait_left_out_is_seen_by_delay(wait, delayed, compute_ms):
