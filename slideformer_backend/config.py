@@ -183,7 +183,9 @@ class SlideFormerConfig:
     gpu_memory: int | Literal["auto"] = _key("auto", _or("auto", SIZE), "GPU memory to plan for")
     host_memory: int | Literal["auto"] = _key("auto", _or("auto", SIZE), "host memory to plan for")
     recompute: Literal["auto", "always"] = _key(
-        "auto", one_of("auto", "always"), "auto: layers on the GPU keep their activations where they fit"
+        "auto",
+        one_of("auto", "always"),
+        "auto: layers whose weights stay on the GPU from forward to backward keep their activations where they fit",
     )
     activations: Literal["auto", "gpu", "host"] = _key(
         "auto",

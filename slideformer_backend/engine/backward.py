@@ -22,12 +22,16 @@ from .window import GradientSlot, Window
 
 
 class Visit:
-    """One forward of a unit with gradients. Alive while its graph is."""
+    """One forward of a unit with gradients. Alive while its graph is.
 
-    __slots__ = ("__weakref__", "is_done", "is_open", "is_wide", "steps", "unit")
+    ``holds_slot``: it is not recomputed, and its graph has saved views of the weight slot it ran with.
+    """
 
-    def __init__(self, unit: Unit, *, is_wide: bool) -> None:
+    __slots__ = ("__weakref__", "holds_slot", "is_done", "is_open", "is_wide", "steps", "unit")
+
+    def __init__(self, unit: Unit, *, is_wide: bool, holds_slot: bool) -> None:
         self.unit = unit
+        self.holds_slot = holds_slot
         self.steps = unit.steps
         self.is_wide = is_wide
         self.is_open = False

@@ -122,18 +122,24 @@ class UnitForward:
         unit = self._unit
         if unit.is_resident:
             return self._resident(engine, module, args, kwargs)
-        visit = Visit(unit, is_wide=engine.is_wide(unit))
+        visit = Visit(unit, is_wide=engine.is_wide(unit), holds_slot=not engine.recomputes(unit))
         backward = engine.backward
         args, kwargs = _map_inputs(lambda: backward.close(visit), args, kwargs)
-        run = Runner(unit.name, self._original(module), module, args, kwargs)
-        with autocast_cache_off():
-            output = checkpoint(
-                run,
-                *run.slide(engine.boundaries),
-                use_reentrant=False,
-                context_fn=lambda: (engine.window_open(visit), _Repeated(lambda: engine.window_reopen(visit))),
-                **run.kwargs,
-            )
+        if visit.holds_slot:
+            arguments = Arguments(unit.name, module, args, kwargs)
+            with engine.window_open(visit), unit_context(module):
+                output = self._original(module)(*args, **kwargs)
+            arguments.check_forward(output)  # the identity's outputs changed, and their caller's tensors did not
+        else:
+            run = Runner(unit.name, self._original(module), module, args, kwargs)
+            with autocast_cache_off():
+                output = checkpoint(
+                    run,
+                    *run.slide(engine.boundaries),
+                    use_reentrant=False,
+                    context_fn=lambda: (engine.window_open(visit), _Repeated(lambda: engine.window_reopen(visit))),
+                    **run.kwargs,
+                )
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(_OpenHook(backward.open, visit))

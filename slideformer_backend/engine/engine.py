@@ -334,7 +334,7 @@ class Engine:
         self.schedule = Schedule(self.sliding)
 
     def recomputes(self, unit: Unit) -> bool:
-        """Whether a resident unit recomputes its activations in backward."""
+        """Whether a unit recomputes its activations in backward; one that does not keeps its weight slot till then."""
         placement = self.residency.placement
         return placement is None or unit.index not in placement.kept_activations
 

@@ -148,7 +148,7 @@ class Window:
         slot.last_used = next(self._turn)
         monitor = self.backend.monitor
         self.backend.touch(f"compute of {unit.name}", reads=(slot,))
-        if monitor is not None and monitor.poison:
+        if monitor is not None and monitor.poison and not self._is_held(slot):
             self.backend.touch(f"poison of {slot.name}", writes=(slot,))
             monitor.spoil(slot)
             self._evict(slot)
@@ -193,7 +193,7 @@ class Window:
 
     def _victim(self, unit: Unit) -> WeightSlot:
         slots = self._weight_slots[self._weight_class[unit.layout.weight_bytes]]
-        idle = [slot for slot in slots if not slot.is_leased]
+        idle = [slot for slot in slots if not slot.is_leased and not self._is_held(slot)]
         settled = [slot for slot in idle if not slot.is_awaited]
         if settled:
             return min(settled, key=lambda slot: slot.last_used)
@@ -201,6 +201,11 @@ class Window:
             return max(idle, key=lambda slot: slot.last_used)
         slots.append(self._new_weight_slot(self._weight_class[unit.layout.weight_bytes]))
         return slots[-1]
+
+    @staticmethod
+    def _is_held(slot: WeightSlot) -> bool:
+        """Whether a graph has saved views of the slot: it stays its unit's."""
+        return slot.unit is not None and any(visit.holds_slot for visit in slot.unit.visits)
 
     @staticmethod
     def _evict(slot: WeightSlot) -> None:

@@ -9,6 +9,8 @@ MARGIN = 1 << 29
 """Device bytes left free, beside 2 % of the budget, for what varies between steps."""
 EDGE_SHARE = 4
 """Edge units update on the device when one in so many parts of the budget holds them all."""
+MANY_MICRO_BATCHES = 8
+"""From so many on a step wins more by a forward saved in each than by an update saved once."""
 
 
 def edges_may_update_on_device(nbytes: int, budget: int) -> bool:
@@ -71,29 +73,26 @@ def place(
     beside compute that takes several times as long.
 
     First units from the front: theirs are the updates exposed at the tail of a step, and each one moved takes its
-    transfers and its share of the host's update away. Only when all are on the device is recompute skipped, from the
-    last unit backwards, whose activations live shortest. What is left becomes weight slots: weights that stay in one
-    are not sent again before they change. A step of several micro-batches sends them twice in each, and updates them
-    once, so that there slots for all units come first: they take an eighth of the memory that moving units takes.
+    transfers and its share of the host's update away. What is left becomes weight slots: weights that stay in one are
+    not sent again before they change. Recompute is skipped where weights stay from forward to backward, that is once
+    every unit is on the device or has a slot, from the last unit backwards, whose activations live shortest.
+
+    A step of several micro-batches sends weights twice in each and updates them once, so that there slots for all
+    come first: they take an eighth of the memory that moving units takes. It recomputes in each, too: with many, or
+    with small ones, skipping that comes next.
     """
     if activations != "auto":
         where: Literal["gpu", "host"] = activations
     else:
-        near, far = (_fill(units, spare_bytes + more, steps) for more in (0, boundaries))
-        where = "host" if far > near and (far[0] > near[0] or steps.micro_batches > 1) else "gpu"
+        near, far = (_fill(units, spare_bytes + more, recompute, steps) for more in (0, boundaries))
+        gains = far[:2] > near[:2] and (far.moved > near.moved or steps.micro_batches > 1)
+        where = "host" if gains else "gpu"
     if where == "host":
         spare_bytes += boundaries
-    count, slots = _fill(units, spare_bytes, steps)
-    resident = [cost.unit for cost in units[:count]]
-    moved = sum(cost.resident for cost in units[:count])
-    left = max(0, spare_bytes) - moved - slots * _slot(units)
-    kept: list[int] = []
-    if len(resident) == len(units) and recompute != "always":
-        for cost in reversed(units):
-            if cost.activations == 0 or cost.activations > left:
-                break
-            left -= cost.activations
-            kept.append(cost.unit)
+    filled = _fill(units, spare_bytes, recompute, steps)
+    resident = [cost.unit for cost in units[: filled.moved]]
+    kept = [cost.unit for cost in reversed(units[len(units) - filled.kept :])]
+    moved = sum(cost.resident for cost in units[: filled.moved])
     reason = (
         f"{_gib(spare_bytes)} GiB of device memory were free beside the measured peak:"
         f" {len(resident)} of {len(units)} units now live on the device with their states and updates"
@@ -101,29 +100,67 @@ def place(
     )
     if where == "host":
         reason += ", inputs of units wait for the backward in host memory"
+    if filled.slots:
+        reason += f", {filled.slots} more weight slots let weights stay until they change"
     if kept:
-        reason += f", {len(kept)} of them keep their activations and skip recompute"
-    if slots:
-        reason += f", {slots} more weight slots let weights stay until they change"
-    return Placement(tuple(resident), tuple(kept), where, slots, f"{reason}; {_gib(left)} GiB stay free.")
+        reason += f", {len(kept)} units keep their activations and skip recompute"
+    return Placement(tuple(resident), tuple(kept), where, filled.slots, f"{reason}; {_gib(filled.left)} GiB stay free.")
 
 
-def _fill(units: Sequence[UnitCost], spare_bytes: int, steps: Steps) -> tuple[int, int]:
-    """How many units from the front move, and how many weight slots are added for the others."""
-    slot = _slot(units)
-    count, left = 0, max(0, spare_bytes)
-    if steps.micro_batches > 1:
-        left -= slot * max(0, len(units) - steps.slots)
+class _Filled(NamedTuple):
+    """Units from the front that move, weight slots added for the others, units from the back that skip recompute, and
+    bytes left."""
+
+    moved: int
+    slots: int
+    kept: int
+    left: int
+
+
+def _fill(units: Sequence[UnitCost], spare_bytes: int, recompute: Literal["auto", "always"], steps: Steps) -> _Filled:
+    left, slot, count = max(0, spare_bytes), _slot(units), len(units)
+    moved = slots = kept = 0
+    lacking = max(0, count - steps.slots)
+    repeats = steps.micro_batches > 1
+    if repeats and slot:
+        slots = min(lacking, left // slot)
+        left -= slots * slot
+    if repeats and slots == lacking and recompute != "always" and _keep_first(units, steps):
+        kept = _keeping(units, left)
+        left -= sum(cost.activations for cost in units[count - kept :])
     for cost in units:
-        # a unit that moves needs no slot
-        freed = slot if steps.micro_batches > 1 and len(units) - count > steps.slots else 0
-        if cost.resident > left + freed:
+        freed = slot if slots and slots == count - moved - steps.slots else 0  # a unit that moves needs no slot
+        if (slots < lacking and repeats) or cost.resident > left + freed:
             break
         left -= cost.resident - freed
-        count += 1
-    left = max(0, spare_bytes) - sum(cost.resident for cost in units[:count])
-    lacking = max(0, len(units) - count - steps.slots)
-    return count, min(lacking, left // slot) if slot else 0
+        slots -= bool(freed)
+        moved += 1
+        lacking = max(0, count - moved - steps.slots)
+    if slot and slots < lacking:
+        more = min(lacking - slots, left // slot)
+        slots, left = slots + more, left - more * slot
+    if slots == lacking and recompute != "always" and not kept:
+        kept = _keeping(units, left)
+        left -= sum(cost.activations for cost in units[count - kept :])
+    return _Filled(moved, slots, kept, left)
+
+
+def _keep_first(units: Sequence[UnitCost], steps: Steps) -> bool:
+    """Whether memory is better spent on activations than on moving units: these save one forward per micro-batch, whose
+    time goes with their size, or that of launching it; those an update per step."""
+    small = all(MANY_MICRO_BATCHES * cost.activations <= cost.resident for cost in units)
+    return steps.micro_batches >= MANY_MICRO_BATCHES or small
+
+
+def _keeping(units: Sequence[UnitCost], left: int) -> int:
+    """How many units from the back may keep their activations."""
+    kept = 0
+    for cost in reversed(units):
+        if cost.activations == 0 or cost.activations > left:
+            break
+        left -= cost.activations
+        kept += 1
+    return kept
 
 
 def _slot(units: Sequence[UnitCost]) -> int:

@@ -166,6 +166,22 @@ def test_with_several_micro_batches_slots_for_all_come_first():
     assert place(units, 7, steps=Steps(slots=2), boundaries=1).activations == "gpu"  # it would take in no unit
 
 
+def test_recompute_is_skipped_once_every_unit_has_a_slot():
+    units = [UnitCost(number, 10, 4, 2) for number in range(6)]
+    assert place(units, 15, steps=Steps(4, 2)).kept_activations == (5,)
+    assert place(units, 15, steps=Steps(4, 2), recompute="always").kept_activations == ()
+    assert place(units, 3, steps=Steps(4, 2)).kept_activations == ()
+    # many micro-batches: before units move
+    assert place(units, 32, steps=Steps(8, 2))[:2] == ((), (5, 4, 3, 2, 1, 0))
+    assert place(units, 32, steps=Steps(4, 2))[:2] == ((0, 1, 2), ())
+    assert place(units, 40, steps=Steps(8, 2))[:2] == ((0,), (5, 4, 3, 2, 1, 0))
+    assert place(units, 40, steps=Steps(8, 2), recompute="always")[:2] == ((0, 1, 2, 3), ())
+    small = [UnitCost(number, 10, 1, 2) for number in range(6)]
+    assert place(small, 14, steps=Steps(2, 2))[:2] == ((), (5, 4, 3, 2, 1, 0))
+    assert place(small, 24, steps=Steps(1, 2))[:2] == ((0, 1), ())
+    assert place(small, 27, steps=Steps(1, 2))[:2] == ((0, 1), (5, 4, 3))
+
+
 def test_weights_that_have_a_slot_are_sent_once_per_update(device):
     torch.manual_seed(0)
     start = Net(layers=8)

@@ -22,6 +22,7 @@ from slideformer_backend.engine.unit import KINDS, ONE
 from slideformer_backend.optim import numba_kernels as kernels
 from slideformer_backend.optim.norm import block_count, clip_coefficient
 from slideformer_backend.optim.rules import rule_for
+from slideformer_backend.plan.placement import Placement
 from slideformer_backend.storage import numpy_view
 from slideformer_backend.transfer import Monitor
 
@@ -98,6 +99,10 @@ class EngineSide(Side):
         self.engine.backward.measures_slots = seed % 2 == 1  # as on a CUDA device
         boundaries = self.engine.boundaries
         boundaries.is_on, boundaries.least, boundaries.kept = seed % 3 == 0, 0, 1  # two of three leave
+        if seed % 5 == 2:  # nothing is recomputed, weights stay in slots
+            self.engine.window.grow(self.engine.sliding, len(self.engine.sliding))
+            kept = tuple(unit.index for unit in self.engine.sliding)
+            self.engine.residency.placement = Placement((), kept, "gpu", len(kept), "")
         for optimizer in self.optimizers:
             self.engine.bind(optimizer)
 
