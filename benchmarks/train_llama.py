@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import time
+from functools import partial
 
 import psutil
 import torch
@@ -53,6 +54,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--shape", choices=SHAPES, default="1b")
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches per step")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--warmup", type=int, default=4, help="units move to the device after two")
     parser.add_argument("--mode", choices=("plain", "managed"), default="managed")
@@ -60,6 +62,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--max-norm", type=float, default=0.0, help="0: no clipping")
     parser.add_argument("--gpu-memory", default="auto", help="cap of the plan, such as 24GiB")
     parser.add_argument("--recompute", default="auto", choices=("auto", "always", "never"))
+    parser.add_argument("--activations", default="auto", choices=("auto", "gpu", "host"))
     parser.add_argument("--trace", help="file for a timeline of the run")
     parser.add_argument("--liger", action="store_true", help="use Liger's kernels in both modes")
     parser.add_argument("--fused", action="store_true", help="managed: our kernels and lazy logits, as in Accelerator")
@@ -88,6 +91,7 @@ def main() -> None:
             update=args.update,
             gpu_memory=args.gpu_memory,  # type: ignore[arg-type]  # the config parses sizes
             recompute=args.recompute,
+            activations=args.activations,
             trace=args.trace,
         )
         engine = attach(model, config, device=device)
@@ -101,17 +105,21 @@ def main() -> None:
             torch.cuda.empty_cache()
     elif args.recompute != "never":
         model.gradient_checkpointing_enable()
-    data = batches(args.steps + args.warmup, args.sequences, args.length, model.config.vocab_size, device)
+    count = args.accumulate
+    data = batches((args.steps + args.warmup) * count, args.sequences, args.length, model.config.vocab_size, device)
     losses, norms = [], []
     start = time.perf_counter()
-    for number, tokens in enumerate(data):
+    for number in range(args.steps + args.warmup):
         if number == args.warmup:
             finish(engine, device)
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             start = time.perf_counter()
-        loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
+        for micro, tokens in enumerate(data[number * count : (number + 1) * count]):
+            if engine is not None:
+                engine.last_microbatch = partial(bool, micro == count - 1)
+            loss = model(input_ids=tokens, labels=tokens).loss / count
+            loss.backward()
         if args.max_norm:
             clip = torch.nn.utils.clip_grad_norm_ if engine is None else engine.clip_grad_norm_
             norms.append(clip(model.parameters(), args.max_norm))
@@ -124,7 +132,7 @@ def main() -> None:
         **vars(args),
         "parameters": parameters,
         "seconds_per_step": round(seconds, 4),
-        "tokens_per_second": round(args.sequences * args.length / seconds),
+        "tokens_per_second": round(args.sequences * args.length * count / seconds),
         "gpu_peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if device.type == "cuda" else 0.0,
         "rss_bytes_per_parameter": round((psutil.Process().memory_info().rss - base) / parameters, 2),
         "losses": [round(float(loss), 4) for loss in losses],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +13,7 @@ from .access import EdgeAccess, ParameterAccess, give_gradients, take_gradients
 from .driver import UnitForward
 from .guard import guard, unguard
 from .hooks import Accumulated, AfterForward, BeforeAccumulation, BeforeAnyStep, BeforeForward, EngineGone, Removable
+from .identity import ByIdentity
 from .immediate import Immediate
 from .operation import Operation, has_failed
 from .unit import ParamRecord, Unit
@@ -23,9 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def take_parameters(
-    engine: Engine, records: MutableMapping[torch.Tensor, ParamRecord]
-) -> tuple[list[Removable], list[UnitForward]]:
+def take_parameters(engine: Engine, records: ByIdentity[ParamRecord]) -> tuple[list[Removable], list[UnitForward]]:
     """Guard and hook every parameter of ``engine`` and put the drivers in place of the units' forwards.
 
     Returns:

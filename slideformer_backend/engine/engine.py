@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..config import SlideFormerConfig
 from ..optim.workers import WorkerPool, default_threads
@@ -28,6 +27,7 @@ from .device_units import DeviceUnits
 from .edges import Edges
 from .guard import guard
 from .hooks import Removable
+from .identity import ByIdentity
 from .immediate import Immediate
 from .norms import Norms
 from .preflight import Preflight
@@ -105,7 +105,7 @@ class Engine:
         self._bindings: list[Binding] = []
         self._bind_hooks: list[Callable[[Engine, Binding], None]] = []
         self._detach_hooks: list[Callable[[], None]] = []
-        self._records: MutableMapping[torch.Tensor, ParamRecord] = WeakIdKeyDictionary()
+        self._records: ByIdentity[ParamRecord] = ByIdentity()
         self._usual_count, self._saw_microbatch = 1, False
         self._hooks, self._forwards = take_parameters(self, self._records)
 

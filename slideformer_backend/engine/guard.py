@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
+
+from .identity import ByIdentity
 
 _METADATA_PROPERTIES = """
     shape dtype device layout ndim requires_grad is_leaf grad_fn names is_cuda is_cpu is_sparse is_quantized is_meta
@@ -58,8 +59,7 @@ class Access(Protocol):
         """Assignment to the tensor's ``data``."""
 
 
-# tensor -> its access record. Weak, keyed by identity: a tensor's `==` is elementwise.
-_ACCESS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_ACCESS: ByIdentity[Access] = ByIdentity()
 
 
 def guard(tensor: torch.Tensor, access: Access) -> None:
@@ -69,13 +69,12 @@ def guard(tensor: torch.Tensor, access: Access) -> None:
 
 def unguard(tensor: torch.Tensor) -> None:
     """Forget the access record of ``tensor``."""
-    _ACCESS.pop(tensor, None)
+    _ACCESS.pop(tensor)
 
 
 def access_of(tensor: torch.Tensor) -> Access | None:
     """The access record of ``tensor``, None for a tensor that is not ours."""
-    found: Access | None = _ACCESS.get(tensor)
-    return found
+    return _ACCESS.get(tensor)
 
 
 @functools.cache
