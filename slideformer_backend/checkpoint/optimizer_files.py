@@ -109,6 +109,7 @@ def load_optimizer(
     if engine is not None and binding is not None and binding.rule is not None:
         # The engine's states are reset by this, and taken over one by one, with no copy of all of them in between.
         optimizer.load_state_dict({"state": {}, "param_groups": groups})
+        engine.admission.admit(names.parameters[name] for name in plain)  # frozen now, and trained when it was saved
         for name, state in _states(folder, plain):
             record = engine.record_of(names.parameters[name])
             if record is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -53,6 +53,12 @@ class _StateHooks:
         """The optimizer's records, but for those that a later optimizer has taken over, states included."""
         return [record for record, _ in self._binding.records() if record.binding is self._binding]
 
+    def _admit(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Frozen parameters that have states: they were trained before, or will be."""
+        engine = self._engine()
+        if engine is not None:
+            engine.admission.admit(parameters)
+
     def export(self, optimizer: Optimizer) -> None:
         """Before ``state_dict``: fill ``optimizer.state`` from the slabs."""
         engine = self._engine()
@@ -70,14 +76,12 @@ class _StateHooks:
 
     def remember(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Before ``load_state_dict`` casts states to the parameter's dtype: keep the originals."""
-        ours = {id(record.parameter) for record in self._records()}
         current = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         saved = [number for group in state["param_groups"] for number in group["params"]]
-        self._loaded = {
-            id(parameter): state["state"][number]
-            for parameter, number in zip(current, saved, strict=False)
-            if number in state["state"] and id(parameter) in ours
-        }
+        pairs = [pair for pair in zip(current, saved, strict=False) if pair[1] in state["state"]]
+        self._admit(parameter for parameter, _ in pairs)
+        ours = {id(record.parameter) for record in self._records()}
+        self._loaded = {id(p): state["state"][number] for p, number in pairs if id(p) in ours}
 
     def take(self, optimizer: Optimizer) -> None:
         """After ``load_state_dict``: the slabs take the originals."""
@@ -95,7 +99,8 @@ class _StateHooks:
     def adopt(self) -> None:
         """Take over the states that the optimizer holds itself."""
         engine, optimizer = self._engine(), self._binding.optimizer
-        wide = _WIDE.pop(optimizer, {})
+        self._admit(parameter for parameter, state in optimizer.state.items() if state)
+        wide = _WIDE.get(optimizer, {})
         held = [(record, optimizer.state.pop(record.parameter, {})) for record in self._records()]
         # A record that has been stepped holds the states of an earlier optimizer; this one starts with its own.
         held = [(record, state) for record, state in held if state or record.steps]
@@ -103,7 +108,7 @@ class _StateHooks:
             return
         engine.settle()
         for record, state in held:
-            engine.load_state(record, _widened(state, wide.get(id(record.parameter), {})))
+            engine.load_state(record, _widened(state, wide.pop(id(record.parameter), {})))
 
     def leave(self) -> None:
         """Leave the states to the optimizer as torch's own step needs them, in each parameter's dtype."""
@@ -111,7 +116,7 @@ class _StateHooks:
             return
         optimizer = self._binding.optimizer
         self.export(optimizer)
-        wide = _WIDE[optimizer] = {}
+        wide = _WIDE.setdefault(optimizer, {})
         for record in self._records():
             state = optimizer.state.get(record.parameter)
             if state and record.spec.dtype != torch.float32:

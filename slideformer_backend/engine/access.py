@@ -90,6 +90,8 @@ class ParameterAccess(_OfRecord):
         _check_gradient(record, value)
         if value is self.get_grad():
             return
+        if not record.spec.is_trainable:
+            engine.admission.admit([record.parameter])  # torch lets a frozen parameter have a gradient, and steps it
         target = engine.policy.writable_gradient(record)
         target.copy_(plain_value(value))
 

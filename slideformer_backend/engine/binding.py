@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -93,6 +93,16 @@ class Binding:
                 new.append(record)
             record.binding, record.group = self, group
         return new
+
+    def claim(self, records: Iterable[ParamRecord]) -> list[ParamRecord]:
+        """Of ``records`` those that this optimizer holds and no other one has claimed; they are its from now on."""
+        wanted, mine = {id(record) for record in records}, []
+        for record, group in self.records():
+            is_free = record.binding is None or record.binding is self or not record.binding.is_alive
+            if id(record) in wanted and is_free:
+                record.binding, record.group = self, group
+                mine.append(record)
+        return mine
 
     def records(self) -> Iterator[tuple[ParamRecord, dict[str, Any]]]:
         """Our parameters among the optimizer's, with their groups."""

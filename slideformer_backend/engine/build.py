@@ -24,7 +24,7 @@ def build_units(parts: Partition, device: torch.device, model: nn.Module, memory
     for part in parts.sliding:
         units.append(_sliding_unit(len(units), part, memory))
     for part in parts.edges:
-        units.append(_edge_unit(len(units), part, device, memory))
+        units.append(edge_unit(len(units), part, device, memory))
     _place_rest(model, {id(parameter) for part in parts.sliding for parameter in part.parameters}, device)
     return units
 
@@ -38,7 +38,6 @@ def checked_parts(model: nn.Module, autocast_dtype: torch.dtype | None) -> Parti
     _check_kinds(model)
     parts = partition(model, autocast_dtype)
     _check(model, {id(parameter) for part in parts.sliding for parameter in part.parameters})
-    _check_overlaps(model)
     return parts
 
 
@@ -58,42 +57,69 @@ def _check_kinds(model: nn.Module) -> None:
                 f"{name or 'The model'} was compiled by torch.jit, which keeps its weights to itself.",
                 remedy="pass the model without torch.jit.script() or trace()",
             )
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
+    refuse_sparse(model, {id(parameter) for parameter in model.parameters() if parameter.requires_grad})
+
+
+def refuse_sparse(model: nn.Module, trained: set[int]) -> None:
+    """Raise UnsupportedError for an embedding with sparse gradients whose weight is among ``trained`` (by ``id``)."""
+    for name, module in model.named_modules():
+        is_sparse = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+        if is_sparse and id(module.weight) in trained:
             raise UnsupportedError(f"{name} has sparse gradients.", remedy="build the embedding with sparse=False")
+
+
+def refuse_untrainable(name: str, parameter: nn.Parameter) -> None:
+    """Raise UnsupportedError for a dtype that has no update rule."""
+    if parameter.dtype not in KINDS:
+        raise UnsupportedError(
+            f"{name} cannot be trained.", found=str(parameter.dtype), expected="float32, bfloat16 or float16"
+        )
+
+
+def refuse_layout(name: str, parameter: nn.Parameter) -> None:
+    """Raise UnsupportedError for a parameter whose memory is not one dense tensor."""
+    own = type(parameter)
+    if parameter.layout is not torch.strided or _has_dispatch(own):
+        raise UnsupportedError(
+            f"{name} is a {own.__name__}, whose memory SlideFormer cannot lay out.",
+            remedy="quantise or wrap weights after training, or use another strategy for this model",
+        )
 
 
 def _check(model: nn.Module, sliding: set[int]) -> None:
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.dtype not in KINDS:
-            raise UnsupportedError(
-                f"{name} cannot be trained.", found=str(parameter.dtype), expected="float32, bfloat16 or float16"
-            )
-        own = type(parameter)
-        is_laid_out = id(parameter) in sliding or parameter.requires_grad
-        if is_laid_out and (parameter.layout is not torch.strided or _has_dispatch(own)):
-            raise UnsupportedError(
-                f"{name} is a {own.__name__}, whose memory SlideFormer cannot lay out.",
-                remedy="quantise or wrap weights after training, or use another strategy for this model",
-            )
+        if parameter.requires_grad:
+            refuse_untrainable(name, parameter)
+        if id(parameter) in sliding or parameter.requires_grad:
+            refuse_layout(name, parameter)
 
 
-def _check_overlaps(model: nn.Module) -> None:
-    """Two parameters over one memory: each would get a master of its own, and one update would be lost."""
-    spans: dict[torch.device, list[tuple[int, int, str, bool]]] = defaultdict(list)
+def frozen_overlaps(model: nn.Module) -> dict[int, str]:
+    """Frozen parameters over the memory of another one: by ``id``, the name of the other.
+
+    Raises:
+        UnsupportedError: one of the two trains. Each would get a master of its own, and one update would be lost.
+    """
+    spans: dict[torch.device, list[tuple[int, int, str, nn.Parameter]]] = defaultdict(list)
     for name, parameter in model.named_parameters():
         if parameter.numel() and parameter.layout is torch.strided and not _has_dispatch(type(parameter)):
             last = sum((size - 1) * step for size, step in zip(parameter.shape, parameter.stride(), strict=True))
             start = parameter.data_ptr()
             end = start + (last + 1) * parameter.element_size()
-            spans[parameter.device].append((start, end, name, parameter.requires_grad))
+            spans[parameter.device].append((start, end, name, parameter))
+    overlaps: dict[int, str] = {}
     for found in spans.values():
-        found.sort()
-        for (_, end, name, trains), (start, _, other, also_trains) in itertools.pairwise(found):
-            if start < end and (trains or also_trains):
+        found.sort(key=lambda span: span[:3])
+        for (_, end, name, one), (start, _, other_name, other) in itertools.pairwise(found):
+            if start >= end:
+                continue
+            if one.requires_grad or other.requires_grad:
                 raise UnsupportedError(
-                    f"{name} and {other} are two parameters over the same memory.",
+                    f"{name} and {other_name} are two parameters over the same memory.",
                     remedy="tie them by making them one parameter object (PEFT: without ensure_weight_tying)",
                 )
+            overlaps |= {id(one): other_name, id(other): name}
+    return overlaps
 
 
 def _has_dispatch(own: type) -> bool:
@@ -129,7 +155,8 @@ def _sliding_unit(index: int, part: Part, memory: HostMemory) -> Unit:
     return unit
 
 
-def _edge_unit(index: int, part: Part, device: torch.device, memory: HostMemory) -> Unit:
+def edge_unit(index: int, part: Part, device: torch.device, memory: HostMemory) -> Unit:
+    """A unit whose parameters live on ``device``, with host memory for what their update needs."""
     name, _, parameters, specs = part
     layout = part.layout
     weights = memory.allocate(f"weights of {name}", layout.weight_bytes, dma=True)

@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .access import EdgeAccess, ParameterAccess, give_gradients, take_gradients
 from .driver import UnitForward
-from .guard import guard, unguard
+from .guard import Access, guard, unguard
 from .hooks import Accumulated, AfterForward, BeforeAccumulation, BeforeAnyStep, BeforeForward, EngineGone, Removable
 from .identity import ByIdentity
 from .immediate import Immediate
@@ -35,13 +35,10 @@ def take_parameters(engine: Engine, records: ByIdentity[ParamRecord]) -> tuple[l
     forwards: list[UnitForward] = []
     for unit in engine.units:
         for record in unit.records:
-            parameter = record.parameter
-            records[parameter] = record
+            records[record.parameter] = record
             if record.spec.is_trainable:
-                hooks.append(parameter.register_hook(BeforeAccumulation(engine, record)))
-                hooks.append(parameter.register_post_accumulate_grad_hook(Accumulated(engine, record)))
-            guard(parameter, EdgeAccess(engine, record) if unit.is_resident else ParameterAccess(engine, record))
-            parameter.__class__ = record.guarded_class
+                hooks += hook_record(engine, record)
+            guard_record(record, EdgeAccess(engine, record) if unit.is_resident else ParameterAccess(engine, record))
         if unit.module is not None:
             forwards.append(UnitForward(engine, unit, unit.module))
     hooks.append(engine.model.register_forward_pre_hook(BeforeForward(engine)))
@@ -51,6 +48,26 @@ def take_parameters(engine: Engine, records: ByIdentity[ParamRecord]) -> tuple[l
     hooks.append(EngineGone(engine))
     give_gradients(gradients)
     return hooks, forwards
+
+
+def hook_record(engine: Engine, record: ParamRecord) -> list[Removable]:
+    """The hooks through which gradients of a parameter arrive."""
+    parameter = record.parameter
+    with torch._C.DisableTorchFunctionSubclass():
+        trains = parameter.requires_grad
+        parameter.requires_grad_(True)  # torch takes hooks of such a tensor only, and keeps them when it is frozen
+        hooks: list[Removable] = [
+            parameter.register_hook(BeforeAccumulation(engine, record)),
+            parameter.register_post_accumulate_grad_hook(Accumulated(engine, record)),
+        ]
+        parameter.requires_grad_(trains)
+    return hooks
+
+
+def guard_record(record: ParamRecord, access: Access) -> None:
+    """Let ``access`` guard a parameter from now on."""
+    guard(record.parameter, access)
+    record.parameter.__class__ = record.guarded_class
 
 
 def release_parameters(engine: Engine, gradients: Mapping[int, torch.Tensor]) -> None:

@@ -120,6 +120,7 @@ class UnitForward:
 
     def _with_graph(self, engine: Engine, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         unit = self._unit
+        engine.admission.look_at(unit)
         if unit.is_resident:
             return self._resident(engine, module, args, kwargs)
         visit = Visit(unit, is_wide=engine.is_wide(unit), holds_slot=not engine.recomputes(unit))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -27,12 +27,15 @@ class Effects:
     """The state of a module, and of random generators that torch's own checkpoint does not restore, at one moment.
 
     Holds copies of the module's buffers, of its numbers, its tensors and its ``torch.Generator`` attributes (submodules
-    included), and the states of Python's and numpy's global generators.
+    included), the states of Python's and numpy's global generators, and which parameters train: one that is frozen or
+    unfrozen between forward and backward would change what the recompute saves.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._then: list[tuple[_Items, _Items]] = []
         self._generators = []
+        with torch._C.DisableTorchFunctionSubclass():
+            self._trains = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
         for child in module.modules():
             for owner in (child.__dict__, child._buffers):
                 found, tensors, generators = _look(owner)
@@ -51,12 +54,21 @@ class Effects:
         for (owner, items), (_, present) in zip(self._then, now, strict=True):
             self._set(owner, {name: _kept(value) for name, value in items.items()}, present)
         self._set_generators(self._generators, self._python, self._numpy)
+        turned = self._turn_to_then()
         try:
             yield
         finally:
+            _turn(turned)
             for owner, items in now:
                 self._set(owner, items, _look(owner).found)
             self._set_generators(generators, python, numpy)
+
+    def _turn_to_then(self) -> list[tuple[nn.Parameter, bool]]:
+        """Parameters train as they did then. Returns how those were now that did not."""
+        with torch._C.DisableTorchFunctionSubclass():
+            turned = [(parameter, then) for parameter, then in self._trains if parameter.requires_grad != then]
+        _turn(turned)
+        return [(parameter, not then) for parameter, then in turned]
 
     @staticmethod
     def _set(owner: _Items, items: _Items, present: _Items) -> None:
@@ -79,6 +91,12 @@ class _Found(NamedTuple):
     found: _Items
     tensors: list[tuple[str, torch.Tensor]]
     generators: list[torch.Generator]
+
+
+def _turn(parameters: Iterable[tuple[nn.Parameter, bool]]) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        for parameter, trains in parameters:
+            parameter.requires_grad_(trains)
 
 
 def _look(owner: _Items) -> _Found:

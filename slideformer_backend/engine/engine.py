@@ -17,11 +17,12 @@ from ..storage import HostMemory
 from ..trace import Recorder
 from ..transfer import Monitor, backend_for
 from .access import EdgeAccess
+from .admission import Admission
 from .arithmetic import Arithmetic
 from .backward import Backward, Visit
 from .binding import Binding
 from .boundaries import Boundaries
-from .build import build_units, checked_parts
+from .build import build_units, checked_parts, frozen_overlaps
 from .custody import release_parameters, salvage, take_parameters
 from .device_units import DeviceUnits
 from .edges import Edges
@@ -65,7 +66,7 @@ class Engine:
         optimizers: Sequence[Optimizer] = (),
     ) -> None:
         check_nvme(config)  # refuses what it must before anything is changed
-        parts = checked_parts(model, autocast_dtype)
+        parts, overlaps = checked_parts(model, autocast_dtype), frozen_overlaps(model)
         self._preflight = Preflight(model, parts, config, device, optimizers)
         terms = self._preflight.check()
         tier = open_tier(config, terms)
@@ -108,6 +109,7 @@ class Engine:
         self._records: ByIdentity[ParamRecord] = ByIdentity()
         self._usual_count, self._saw_microbatch = 1, False
         self._hooks, self._forwards = take_parameters(self, self._records)
+        self.admission = Admission(self, self._preflight, self._records, overlaps)
 
     # -- what integrations call ------------------------------------------------------------------------------------
 
@@ -121,12 +123,13 @@ class Engine:
             PlanError: its states cannot fit the host's memory; nothing was allocated.
         """
         self._bindings = [binding for binding in self._bindings if binding.is_alive]
+        self.admission.look()
         if self.binding_of(optimizer) is not None:
             return
         self._preflight.before_bind(optimizer)
         binding = Binding(self, optimizer)
         self._bindings.append(binding)
-        self._prepare(binding, binding.assign(takes_over=True))
+        self.prepare_states(binding, binding.assign(takes_over=True))
         for hook in self._bind_hooks:
             hook(self, binding)
 
@@ -138,14 +141,19 @@ class Engine:
         """Call ``hook`` when all has settled and nothing is undone yet."""
         self._detach_hooks.append(hook)
 
-    def add_hook(self, handle: Removable) -> None:
-        """Remove ``handle`` when the engine is detached."""
-        self._hooks.append(handle)
+    def add_hook(self, *handles: Removable) -> None:
+        """Remove ``handles`` when the engine is detached."""
+        self._hooks += handles
 
     def owns(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Whether every one of ``parameters`` is managed here (and there is one)."""
         found = [self.record_of(parameter) for parameter in parameters]
         return bool(found) and None not in found
+
+    @property
+    def newest_bindings(self) -> list[Binding]:
+        """The optimizers that are alive, the one bound last first."""
+        return [binding for binding in reversed(self._bindings) if binding.is_alive]
 
     def record_of(self, parameter: torch.Tensor) -> ParamRecord | None:
         """The record of a managed parameter."""
@@ -163,6 +171,7 @@ class Engine:
             UnsupportedError: under ``update: immediate``, unless ``max_norm`` is infinite (a mere measurement).
         """
         self.backward.finish_outside()
+        self.admission.look(with_gradient=True)
         tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         ours = [(tensor, self.record_of(tensor)) for tensor in tensors]
         records = [record for _, record in ours if record is not None]
@@ -174,7 +183,8 @@ class Engine:
     def step(self, binding: Binding) -> None:
         """``optimizer.step()`` of a bound optimizer."""
         self.backward.finish_outside()
-        self._prepare(binding, binding.assign())
+        self.admission.look(with_gradient=True)
+        self.prepare_states(binding, binding.assign())
         self.backend.step()
         self.stepper.step(binding)
         self._usual_count, self.backward.count = max(1, self.backward.count), 0
@@ -211,6 +221,10 @@ class Engine:
 
     def load_state(self, record: ParamRecord, state: Mapping[str, Any]) -> None:
         """Take over step count, moments and master of a settled parameter; what is missing starts at zero."""
+        if not record.spec.is_trainable:
+            if not state:
+                return  # it has none and gets none
+            self.admission.admit([record.parameter])
         binding, group = record.binding, record.group
         names = binding.rule.states_used(group) if binding is not None and binding.rule and group is not None else ()
         load_states(record, state, names, self.spill)
@@ -280,7 +294,6 @@ class Engine:
         self.enter(unit, Where.FORWARD, is_wide=visit.is_wide, phase=Phase.FORWARD)
         visit.steps = unit.steps
         try:
-            unit.refuse_unfrozen()
             yield
         finally:
             self.leave(unit)
@@ -313,6 +326,7 @@ class Engine:
         self.backward.finish_outside()
         self.boundaries.begin_forward()
         self.spill.check()
+        self.admission.look()
         if not self.residency.is_due():
             return
         if not all(self.residency.can_move(unit) for unit in self.sliding):
@@ -340,7 +354,7 @@ class Engine:
 
     # -- internals -------------------------------------------------------------------------------------------------
 
-    def _prepare(self, binding: Binding, records: Sequence[ParamRecord]) -> None:
+    def prepare_states(self, binding: Binding, records: Sequence[ParamRecord]) -> None:
         """States and kernels for parameters that an optimizer steps for the first time."""
         refuse_whole(binding, records)
         for unit in {record.unit for record in records}:

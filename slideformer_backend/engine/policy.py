@@ -7,7 +7,7 @@ update lane owns masters, moments and host working weights, so their order needs
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -96,6 +96,10 @@ class UpdatePolicy(abc.ABC):
             self.commit(unit)  # user code looks at this very memory: autograd adds to it in place
         if unit.gradient is not None and unit.gradient is not unit.logged:
             return unit.gradient
+        return self.take_buffer(unit)
+
+    def take_buffer(self, unit: Unit) -> GradientBuffer:
+        """A buffer of the unit's size, to be written once its ``drained`` ticket has passed."""
         return self._pool(unit).take(spare=self.spare_buffers)
 
     def replace_gradient(self, unit: Unit, buffer: GradientBuffer) -> None:
@@ -133,6 +137,13 @@ class UpdatePolicy(abc.ABC):
         one more in flight, so that fewer arriving gradients wait for updates."""
         self.spare_buffers += 1
         self._pool(unit).shrink(keep=self.spare_buffers)
+
+    def drop_pools(self, classes: Iterable[int]) -> None:
+        """No unit needs buffers of these size classes any more."""
+        for size in classes:
+            pool = self._pools.pop(size, None)
+            if pool is not None:
+                pool.shrink(keep=0)
 
     def forget(self, record: ParamRecord) -> None:
         """``grad = None``: the visible gradient of one parameter goes; a logged step keeps its own reference."""

@@ -10,6 +10,7 @@ import logging
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -20,11 +21,16 @@ from ..errors import PlanError
 from ..optim.rules import rule_for
 from ..plan import Ledger, Part, Partition, Terms, ledger_of
 from ..plan.host_budget import probe_host_budget
+from ..plan.ledger import spillable_bytes, spilled_parts
 from ..plan.machine import Machine, free_space, probe_machine
 from ..plan.planner import Choices, Request, make_plan
 from ..plan.rates_cache import with_cached_rates
 from ..plan.remedies import gib
 from ..plan.words import host_parts, paragraph, refusal, shortage
+from .unit import ParamRecord
+
+if TYPE_CHECKING:
+    from .engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +94,83 @@ class Preflight:
         if not self._bound and not any(optimizer is known() for known in self._known):
             self._check_states([optimizer], are_weights_placed=True)
         self._bound = True  # what a later optimizer takes over is there already
+
+    def before_admit(self, engine: Engine, records: Sequence[ParamRecord], edges: Sequence[Part]) -> frozenset[int]:
+        """Frozen parameters (``records``, and ``edges`` outside the blocks) are about to get gradients and states.
+
+        Returns:
+            Numbers of units whose states go to NVMe.
+
+        Raises:
+            PlanError: memory or the disk cannot hold them.
+        """
+        parts = _with_places(self._parts, {id(record.parameter) for record in records}, edges)
+        terms = self._terms_now(engine)
+        new = {record.unit.index for record in records}
+        new |= {len(engine.units) + number for number in range(len(edges))}
+        before = ledger_of(self._parts, terms)
+        ways = [terms, replace(terms, spilled=terms.spilled | new)]
+        if engine.spill.tier is None:
+            ways = ways[:1]
+        elif engine.config.optimizer_states == "nvme" and not _has_share(parts, terms, engine.config.nvme_fraction):
+            ways = ways[1:]
+        problems = [self._lacking(before, ledger_of(parts, way), engine) for way in ways]
+        if None not in problems:
+            found, limit = next(problem for problem in reversed(problems) if problem is not None)
+            raise PlanError(
+                "Parameters that were frozen at prepare() train now, and there is no room for their gradients and"
+                " states.",
+                found=found,
+                expected=limit,
+                remedy="unfreeze fewer layers, or have them trainable at prepare(), so that the plan provides for them"
+                " (with optimizer_states: nvme, states wait on a disk)",
+            )
+        chosen = ways[problems.index(None)]
+        after = ledger_of(parts, chosen)
+        logger.info(
+            "SlideFormer: %s parameters that were frozen at prepare() train from now on. %s more host memory: %s (%s);"
+            " %s more on NVMe, %s more GPU memory.",
+            f"{parts.trained - self._parts.trained:,}",
+            gib(after.host_least - before.host_least),
+            gib(after.host_least),
+            host_parts(after, after.host_pending),
+            gib(after.nvme_states - before.nvme_states),
+            gib(after.device - before.device),
+        )
+        self._parts = parts
+        self.plan = replace(self.plan, request=replace(self.plan.request, parts=parts))
+        return chosen.spilled & new
+
+    def _terms_now(self, engine: Engine) -> Terms:
+        """The plan's terms with what has come of them: units that have moved, states that are in files."""
+        optimizers = [binding.optimizer for binding in engine.newest_bindings]
+        return replace(
+            self.plan.terms,
+            moments=_moments(optimizers) if optimizers else self.plan.terms.moments,
+            spares=0,
+            edges_update_on_device=any(unit.module is None and unit.updates_on_device for unit in engine.units),
+            resident=frozenset(u.index for u in engine.units if u.module is not None and u.is_resident),
+            spilled=frozenset(unit.index for unit in engine.units if unit.spill is not None),
+        )
+
+    def _lacking(self, before: Ledger, after: Ledger, engine: Engine) -> tuple[str, str] | None:
+        """What is needed and what there is, where that is less; None where it suffices."""
+        cap, more = self.plan.request.choices.host_memory, after.host_least - before.host_least
+        if cap is not None and after.host_least > cap:
+            parts = host_parts(after, after.host_pending)
+            return f"at least {gib(after.host_least)} of host memory needed ({parts})", f"{gib(cap)} (host_memory)"
+        host = probe_host_budget()
+        if more > host.available + host.swap:
+            limit = f"{gib(host.available + host.swap)} ({host.limited_by})"
+            return f"{gib(more)} more host memory needed", limit
+        if self._nvme_path is not None and after.nvme_states > before.nvme_states:
+            files, free = after.nvme_states - before.nvme_states, free_space(self._nvme_path)
+            if files > free:
+                return f"{gib(files)} more on NVMe needed", f"{gib(free)}, which are free on {self._nvme_path}"
+        room = engine.residency.room
+        if room is not None and after.device - before.device > room:
+            return f"{gib(after.device - before.device)} more GPU memory needed", f"{gib(room)}"
+        return None
 
     def _check_states(self, optimizers: Sequence[Optimizer], *, are_weights_placed: bool) -> None:
         """Raise PlanError if host memory cannot hold weights, and states and gradients of what ``optimizers`` train, or
@@ -177,6 +260,26 @@ def _only_trained(parts: Partition, trained: set[int]) -> Partition:
         return part._replace(specs=specs)
 
     return parts._replace(sliding=tuple(map(without, parts.sliding)), edges=tuple(map(without, parts.edges)))
+
+
+def _with_places(parts: Partition, chosen: set[int], edges: Sequence[Part]) -> Partition:
+    """The same units, in which the ``chosen`` parameters have places too, and further edge units."""
+
+    def with_chosen(part: Part) -> Part:
+        pairs = zip(part.parameters, part.specs, strict=True)
+        specs = tuple(spec._replace(is_trainable=True) if id(p) in chosen else spec for p, spec in pairs)
+        return part._replace(specs=specs)
+
+    moved = sum(spec.shape.numel() * spec.dtype.itemsize for part in edges for spec in part.specs)
+    sliding = tuple(map(with_chosen, parts.sliding))
+    return Partition(sliding, (*parts.edges, *edges), parts.frozen_edges - moved)
+
+
+def _has_share(parts: Partition, terms: Terms, share: float | None) -> bool:
+    """Whether that share of the states is in files, at least."""
+    everything = sum(spillable_bytes(part, terms) for part in (*parts.sliding, *parts.edges))
+    away = sum(spillable_bytes(part, terms) for part in spilled_parts(parts, terms))
+    return share is not None and away >= share * everything
 
 
 def _machine(device: torch.device, nvme_path: str | None) -> Machine:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
 
@@ -59,12 +60,20 @@ class Residency:
         cap = self._config.gpu_memory
         return min(usable, total) if cap == "auto" else min(usable, cap)
 
-    def start_edges(self, units: list[Unit]) -> None:
-        """Before states are allocated: edge units update on the device when a quarter of the budget holds them all.
+    @property
+    def room(self) -> int | None:
+        """Device bytes that are free within the budget; None where nothing is measured."""
+        device = self._backend.device
+        return self.budget - torch.cuda.memory_allocated(device) if device.type == "cuda" else None
+
+    def start_edges(self, units: list[Unit], beside: Sequence[Unit] = ()) -> None:
+        """Before states are allocated: edge units update on the device when a quarter of the budget holds them all,
+        and those that are there already (``beside``).
 
         Their gradients arrive last and their weights are needed first, so their update is exposed in every step.
         """
-        if edges_may_update_on_device(sum(map(_resident_bytes, units)), self.budget):
+        edges = [*units, *(unit for unit in beside if unit.module is None)]
+        if edges_may_update_on_device(sum(map(_resident_bytes, edges)), self.budget):
             for unit in units:
                 unit.updates_on_device = True
                 unit.weights = self._memory.allocate(f"weights of {unit.name}", 0, dma=False)

@@ -65,6 +65,8 @@ class Spilled:
     room: Room | None = None
     loaded: Ticket | None = None
     stored: Ticket | None = None
+    moves: int = 0
+    """Times that the states got other memory and files; files of different times have different names."""
     holds: bool = False
     """Whether memory holds them at this very moment: what the lanes note, and what counts after a failure."""
     file: Tracked = field(default_factory=lambda: Tracked("spill file", torch.empty(0)))
@@ -95,6 +97,7 @@ class Spill:
         self._memory = memory
         self._units: list[Unit] = []
         self._rooms: list[Room] = []
+        self._most_rooms = 0
         self._dropped: Ticket | None = None
         self._turn = itertools.count(1)
         self._failure: BaseException | None = None
@@ -116,20 +119,50 @@ class Spill:
         self.tier = tier
         self._close = close
         self._units = list(units)
+        self._most_rooms = rooms
         self._rooms = [Room(number) for number in range(min(rooms, len(self._units)))]
         for unit in self._units:
             unit.spill = Spilled()
 
-    def allocate(self, unit: Unit, name: str, nbytes: int) -> Slab:
-        """Memory for one state array of a settled unit: zeros, in host memory or in a file."""
+    def include(self, unit: Unit) -> None:
+        """States of ``unit`` are allocated in the tier from now on; it has none yet, or they move next."""
+        if self.tier is not None and unit.spill is None:
+            self._units.append(unit)
+            unit.spill = Spilled()
+            if len(self._rooms) < self._most_rooms:
+                self._rooms.append(Room(len(self._rooms)))
+
+    def allocate(self, unit: Unit, name: str, nbytes: int, *, stays: bool = False) -> Slab:
+        """Memory for one state array of a settled unit: zeros, in host memory (``stays``: in any case) or in a file."""
         spilled = unit.spill
-        if spilled is None or self.tier is None:
+        if spilled is None or self.tier is None or stays:
             return self._memory.allocate(f"{name} of {unit.name}", nbytes, dma=False)
         slab = PagedSlab(f"{name} of {unit.name}", nbytes)
-        spilled.parts[name] = Part(slab, self.tier.allocate(f"{unit.index}-{unit.name}.{name}", nbytes))
+        file = f"{unit.index}-{unit.name}.{name}" + f".{spilled.moves}" * (spilled.moves > 0)
+        spilled.parts[name] = Part(slab, self.tier.allocate(file, nbytes))
         if spilled.room is not None:
             self._memory.allocated += nbytes
         return slab
+
+    def vacate(self, unit: Unit) -> Callable[[], None]:
+        """The states of ``unit``, presented for writing, are about to be allocated anew; the old memory is still there.
+
+        Returns:
+            What gives the old files back, when the old memory is no longer needed.
+        """
+        spilled, tier = unit.spill, self.tier
+        if spilled is None or tier is None:
+            return lambda: None
+        old, spilled.parts = spilled.parts, {}
+        spilled.moves += 1
+        if spilled.room is not None:
+            self._memory.allocated -= sum(part.slab.nbytes for part in old.values())
+
+        def give_back() -> None:
+            for part in old.values():
+                tier.free(part.region)
+
+        return give_back
 
     def use(self, unit: Unit, *, writes: bool) -> dict[str, Ticket | None]:
         """What an operation of the update lane, about to be queued, must follow to read or write the states."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,8 @@ import torch
 
 from ..optim import numba_kernels as kernels
 from ..optim.rules import Rule
+from ..plan.layout import Place
+from ..storage import Slab, numpy_view
 from .arithmetic import low_array
 from .device_kernels import reconcile
 from .guard import plain
@@ -22,8 +24,11 @@ LOW = "low"
 
 def can_split(unit: Unit, rule: Rule | None) -> bool:
     """Whether updates in place by ``rule`` keep the masters of ``unit`` split: every weight is its high half."""
-    kinds = {(record.spec.working, record.spec.dtype) for record in unit.trainable}
-    return rule is not None and kinds == {(torch.bfloat16, torch.bfloat16)}
+    return rule is not None and _has_split_kinds(unit)
+
+
+def _has_split_kinds(unit: Unit) -> bool:
+    return {(r.spec.working, r.spec.dtype) for r in unit.trainable} == {(torch.bfloat16, torch.bfloat16)}
 
 
 def allocate_states(unit: Unit, rule: Rule | None, spill: Spill, *, in_place: bool) -> None:
@@ -54,6 +59,65 @@ def allocate_states(unit: Unit, rule: Rule | None, spill: Spill, *, in_place: bo
     for name in rule.state_names if rule is not None else ():
         if name not in unit.states:
             unit.states[name] = spill.allocate(unit, name, elements * 4)
+
+
+def move_states(unit: Unit, before: Mapping[ParamRecord, Place], spill: Spill) -> None:
+    """States of a settled unit take the places of its new layout; parameters that are new in it have none yet.
+
+    What kind of master the unit keeps depends on all its parameters. A split one that cannot stay split is joined: it
+    keeps its bits, and a weight half way between two bf16 numbers follows it, as when a checkpoint of the other policy
+    is loaded.
+
+    Args:
+        unit: with its new layout and places.
+        before: where the parameters lay that have states.
+        spill: the allocator.
+    """
+    spill.present(unit, writes=True)
+    old, unit.states = unit.states, {}
+    give_back = spill.vacate(unit)
+    is_joined = LOW in old and not _has_split_kinds(unit)
+    for name, slab in old.items() if before else ():
+        target = MASTER if is_joined and name == LOW else name
+        stays = target == MASTER and any(record.shows_master for record in before)
+        size = unit.layout.state_elements * (2 if target == LOW else 4)
+        unit.states[target] = spill.allocate(unit, target, size, stays=stays)
+        for record in unit.trainable:
+            if record in before:
+                _carry(record, slab, before[record], name, target)
+            elif target == LOW:
+                _split_exact(record)
+            elif target == MASTER:
+                kernels.widen(record.weight_array(), record.weight_kind, record.state_array(MASTER))
+    if is_joined and before:
+        unit.rounds_half_up = False
+        follow_masters(unit, before)
+    give_back()
+
+
+def _carry(record: ParamRecord, slab: Slab, place: Place, name: str, target: str) -> None:
+    """State ``name`` at its old ``place`` in ``slab`` becomes state ``target``."""
+    if name != target:
+        low = numpy_view(slab.view(record.spec.working, place.state * 2, record.numel))
+        kernels.join(record.weight_array(), low, record.state_array(target))
+        return
+    width = 2 if name == LOW else 4
+    new, old, count = record.place.state * width, place.state * width, record.numel * width
+    record.unit.states[name].flat[new : new + count].copy_(slab.flat[old : old + count])
+
+
+def follow_masters(unit: Unit, records: Iterable[ParamRecord]) -> None:
+    """Weights of joined masters round to even from now on."""
+    for record in records:
+        shown = plain(record.parameter).detach().view(-1)
+        if unit.updates_on_device:
+            _settle_ties(record.device_states[MASTER], shown, half_up=False)
+            continue
+        working = record.weight_view(unit.weights.flat).view(-1)
+        if _settle_ties(torch.from_numpy(record.state_array(MASTER)), working, half_up=False):
+            unit.content += 1
+            if unit.is_resident:
+                shown.copy_(working)
 
 
 def master_of(record: ParamRecord, spill: Spill) -> torch.Tensor | None:

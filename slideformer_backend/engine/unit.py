@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..errors import UnsupportedError
 from ..optim.rules import Rule
 from ..plan import UnitLayout
 from ..plan.layout import ParamSpec, Place
@@ -225,12 +224,8 @@ class Unit:
         """The parameters that user code may have written since their last use."""
         return [record for record in self.records if record.is_exposed]
 
-    def refuse_unfrozen(self) -> None:
-        """Raise UnsupportedError for a parameter that was frozen when its memory was laid out and is no longer."""
-        for record in self.records:
-            if record.parameter.requires_grad and not record.spec.is_trainable:
-                raise UnsupportedError(
-                    f"{record.name} was frozen when the model was prepared and has been unfrozen since; it has no place"
-                    " for a gradient.",
-                    remedy="unfreeze before accelerator.prepare(), or free_memory() and prepare again",
-                )
+    @property
+    def unfrozen(self) -> list[ParamRecord]:
+        """The parameters that were frozen when the unit was laid out, and train now."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return [r for r in self.records if not r.spec.is_trainable and r.parameter.requires_grad]

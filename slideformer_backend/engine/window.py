@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from ..errors import StateError
-from ..plan import size_classes
+from ..plan.layout import SIZE_TOLERANCE, size_classes
 from ..storage import Tracked
 from ..transfer import Backend, Ticket, copy
 from .unit import Unit, Weights, Where
@@ -81,6 +81,29 @@ class Window:
     def gradient_class(self, unit: Unit) -> int:
         """Size in bytes of the buffers that hold this unit's gradient."""
         return self._gradient_class[unit.layout.gradient_bytes]
+
+    def relearn(self, units: Iterable[Unit]) -> list[int]:
+        """Gradients of some of ``units`` (all there are) have another size from now on. Sizes that were known keep
+        their class, so that buffers in use stay where they belong.
+
+        Returns:
+            Classes that no unit needs any more. Their device slots are gone.
+        """
+        known = [unit for unit in units if unit.layout.gradient_bytes]
+        classes = set(self._gradient_class.values())
+        for size in sorted({unit.layout.gradient_bytes for unit in known} - self._gradient_class.keys(), reverse=True):
+            fitting = [found for found in classes if size <= found <= size * SIZE_TOLERANCE]
+            self._gradient_class[size] = min(fitting, default=size)
+            classes.add(self._gradient_class[size])
+        needed = {self.gradient_class(unit) for unit in known if not unit.is_resident}
+        for size in self._gradient_slots.keys() - needed:
+            for slot in self._gradient_slots.pop(size):
+                self.backend.synchronize("host waits for gradient slot drained", slot.drained)
+        for size in needed - self._gradient_slots.keys():
+            self._gradient_slots[size] = [self._new_gradient_slot(size) for _ in range(self.GRADIENT_SLOTS)]
+        kept = {self.gradient_class(unit) for unit in known}
+        self._gradient_class = {size: found for size, found in self._gradient_class.items() if found in kept}
+        return sorted(classes - kept)
 
     def fetch(self, unit: Unit) -> None:
         """Start bringing the working weights of ``unit`` to the device; does not block.

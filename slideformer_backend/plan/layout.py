@@ -8,12 +8,15 @@ from typing import NamedTuple
 import torch
 
 ALIGN_BYTES = 256
+SIZE_TOLERANCE = 1.25
+"""A buffer serves sizes down to its own divided by this."""
 
 
 class ParamSpec(NamedTuple):
     """What the layout needs of one parameter.
 
     ``dtype`` is the user's dtype (and that of the gradient), ``working`` what the device computes with.
+    ``is_trainable``: it has a place for a gradient and states, which it keeps when it is frozen again.
     """
 
     name: str
@@ -58,7 +61,7 @@ class UnitLayout(NamedTuple):
         return cls(tuple(places), weight, gradient, state)
 
 
-def size_classes(sizes: Iterable[int], tolerance: float = 1.25) -> dict[int, int]:
+def size_classes(sizes: Iterable[int], tolerance: float = SIZE_TOLERANCE) -> dict[int, int]:
     """Map each size to its class: the largest size within ``tolerance`` of it, so that slots are interchangeable
     without a vocabulary-sized unit setting the size of a layer's slot (DESIGN 2)."""
     classes: dict[int, int] = {}

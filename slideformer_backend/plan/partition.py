@@ -66,11 +66,22 @@ def partition(model: nn.Module, autocast_dtype: torch.dtype | None = None) -> Pa
         narrow = autocast_weights(block.module, autocast_dtype)
         specs = tuple(_spec(names[id(p)], p, autocast_dtype if id(p) in narrow else None) for p in parameters)
         sliding.append(Part(block.name, block.module, parameters, specs))
-    edges = tuple(
-        Part(name, None, tuple(members), tuple(_spec(names[id(p)], p, None) for p in members))
-        for name, members in _edge_groups(model, keys)
+    trained = {id(p) for p in model.parameters() if p.requires_grad}
+    return Partition(tuple(sliding), edge_parts(model, trained - keys), _frozen_bytes(model, keys))
+
+
+def edge_parts(model: nn.Module, chosen: set[int]) -> tuple[Part, ...]:
+    """Edge units of the chosen parameters (by ``id``), which have places for gradients and states."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return tuple(
+        Part(
+            name,
+            None,
+            tuple(members),
+            tuple(ParamSpec(names[id(p)], p.shape, p.dtype, p.dtype, is_trainable=True) for p in members),
+        )
+        for name, members in _edge_groups(model, chosen)
     )
-    return Partition(tuple(sliding), edges, _frozen_bytes(model, keys))
 
 
 def sliding_parameters(model: nn.Module, blocks: Sequence[Block]) -> set[int]:
@@ -94,11 +105,11 @@ def _shared_outside(model: nn.Module, blocks: Iterable[nn.Module]) -> set[int]:
     }
 
 
-def _edge_groups(model: nn.Module, sliding: set[int]) -> list[tuple[str, list[nn.Parameter]]]:
+def _edge_groups(model: nn.Module, chosen: set[int]) -> list[tuple[str, list[nn.Parameter]]]:
     groups: list[tuple[str, list[nn.Parameter]]] = []
     small: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
-        if id(parameter) in sliding or not parameter.requires_grad:
+        if id(parameter) not in chosen:
             continue
         if parameter.numel() >= OWN_EDGE_UNIT:
             groups.append((name, [parameter]))
