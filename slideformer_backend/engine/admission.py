@@ -111,13 +111,23 @@ class Admission:
                 refuse_layout(spec.name, parameter)
         refuse_sparse(self._engine.model, {id(parameter) for _, parameter in members})
         for unit in {record.unit for record in records}:
-            _refuse_busy(unit)
+            _refuse_running(unit)
+            self._wait(unit)
+            _refuse_held(unit)
+
+    def _wait(self, unit: Unit) -> None:
+        """Nothing of ``unit`` is in flight, and all is committed."""
+        engine = self._engine
+        engine.policy.settle(unit)
+        engine.backend.synchronize("host waits for norm", unit.measured)  # it looks places up as it goes
+        engine.backend.touch_host(f"new layout of {unit.name}", reads=(unit.norms,))
+        if unit.gradient is not None:
+            engine.backend.synchronize("host waits for gradient", unit.gradient.filled)
+            engine.backend.synchronize("host waits for gradient sent", unit.gradient.sent)
 
     def _lay_out(self, unit: Unit, members: Sequence[ParamRecord], *, spills: bool) -> None:
         """``members`` get a place in the layout of ``unit``, and all that it has moves there."""
         engine = self._engine
-        engine.policy.settle(unit)
-        engine.backend.synchronize("host waits for norm", unit.measured)
         before = {record: record.place for record in unit.trainable}
         for record in members:
             record.spec = record.spec._replace(is_trainable=True)
@@ -151,11 +161,9 @@ class Admission:
         engine, old = self._engine, unit.gradient
         if old is None:
             return
-        for name, ticket in (("filled", old.filled), ("sent", old.sent)):
-            engine.backend.synchronize(f"host waits for gradient {name}", ticket)
         new = engine.policy.take_buffer(unit)
         engine.backend.synchronize("host waits for gradient buffer drained", new.drained)
-        engine.backend.touch_host(f"new layout of {unit.name}", reads=(old.slab,), writes=(new.slab,))
+        engine.backend.touch_host(f"new layout of {unit.name}", writes=(old.slab, new.slab))
         for record in unit.with_gradient:
             dtype, start = record.spec.dtype, before[record].gradient
             target = record.gradient_view(new.slab.flat)
@@ -194,18 +202,23 @@ class Admission:
                 self._engine.prepare_states(binding, mine)
 
 
-def _refuse_busy(unit: Unit) -> None:
-    name = next(record.name for record in unit.records if not record.spec.is_trainable)
+def _refuse_running(unit: Unit) -> None:
     if unit.leases or unit.opens:
+        name = next(record.name for record in unit.records if not record.spec.is_trainable)
         raise UnsupportedError(
             f"{name} was unfrozen inside a forward or backward of its block.",
             remedy="change requires_grad between forwards",
         )
-    if unit.gradient is not None and unit.gradient.is_aliased:
+
+
+def _refuse_held(unit: Unit) -> None:
+    if unit.gradient is not None and not unit.gradient.may_move():
+        name = next(record.name for record in unit.with_gradient)
         raise UnsupportedError(
-            f"{name} was unfrozen while gradients of its block are being accumulated, and the script has got hold of"
-            " their memory (.grad.data, .numpy(), ...), which would not follow.",
-            remedy="unfreeze after optimizer.zero_grad(), or change gradients through .grad itself",
+            f"Parameters of {unit.name} were unfrozen while its gradients are being accumulated, and the script holds"
+            f" the memory of such a gradient (of {name}, or a neighbour), which would not follow.",
+            found="a tensor or array made by .grad.data, .grad.detach() or .grad.numpy() that is still alive",
+            remedy="unfreeze after optimizer.zero_grad(), or let go of that tensor (keep a clone())",
         )
 
 

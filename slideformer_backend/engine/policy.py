@@ -135,8 +135,14 @@ class UpdatePolicy(abc.ABC):
     def release_pool(self, unit: Unit) -> None:
         """A unit left for the device: one buffer fewer is needed on the host. The memory that it gave back is worth
         one more in flight, so that fewer arriving gradients wait for updates."""
-        self.spare_buffers += 1
-        self._pool(unit).shrink(keep=self.spare_buffers)
+        if unit.layout.gradient_bytes:
+            self.spare_buffers += 1
+            self._pool(unit).shrink(keep=self.spare_buffers)
+
+    def reclaim_pool(self, unit: Unit) -> None:
+        """A unit comes back from the device."""
+        if unit.layout.gradient_bytes:
+            self.spare_buffers -= 1
 
     def drop_pools(self, classes: Iterable[int]) -> None:
         """No unit needs buffers of these size classes any more."""

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import collections
+import time
 import weakref
 from typing import Any
 
+import torch
+
 from ..storage import HostMemory, Slab, Ticket
+
+LETTING_GO = 0.2
+"""Seconds."""
 
 
 class GradientBuffer:
@@ -34,6 +40,28 @@ class GradientBuffer:
     def is_held(self) -> bool:
         """Whether user code may still look at this buffer."""
         return self.is_aliased or any(handle() is not None for handle in self.handles.values())
+
+    def may_move(self) -> bool:
+        """Whether no tensor or array over this memory is left but those in ``handles``, which can be led elsewhere. The
+        operations on it are over; lanes may need a moment to let go of their last piece of work."""
+        deadline = time.monotonic() + LETTING_GO
+        while self.is_aliased and _tensors_over(self.slab.flat) > self._own_tensors():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(1e-3)
+        return True
+
+    def _own_tensors(self) -> int:
+        return 1 + sum(handle() is not None for handle in self.handles.values())
+
+
+def _tensors_over(flat: torch.Tensor) -> int:
+    """How many tensors share the memory of ``flat``, itself included (a numpy array holds the one it was made from)."""
+
+    def count(tensor: torch.Tensor) -> int:
+        return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+    return 1 + count(flat) - count(torch.empty(0))
 
 
 class GradientPool:

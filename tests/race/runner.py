@@ -18,8 +18,9 @@ from slideformer_backend.engine import engine as engine_module
 from slideformer_backend.engine.spilling import begin_spill
 from slideformer_backend.transfer import Monitor
 
+from . import freezing  # noqa: F401  # registers its events
 from .events import EVENTS, Seen, everything, weights_and_gradients
-from .sides import EngineSide, PlainSide
+from .sides import START, EngineSide, PlainSide, Start
 from .simulation import simulated
 
 SHARED = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
@@ -49,10 +50,18 @@ class Setting:
     """Units whose optimizer states are in memory at once, the others' are in files; 0: all are in memory."""
     reads_all: bool = True
     """Whether everything is read before the engine is detached, or only afterwards."""
+    start: Start = START
 
 
+STARTS = (
+    Start(holds_frozen=True),
+    Start(("blocks",)),
+    Start(("blocks.0", "blocks.2.linear.weight"), holds_frozen=True),
+    Start(("inp.bias", "out", "blocks.1")),
+    Start(("out", "blocks.0.scale"), holds_frozen=True),
+)
 IMMEDIATE = ("train", "train", "evaluate", "read", "write_weights", "save", "load", "discard", "explode_forward",
-             "hyperparameters", "save_optimizers", "load_optimizers")  # fmt: skip
+             "hyperparameters", "save_optimizers", "load_optimizers", "unfreeze", "freeze")  # fmt: skip
 """Events that mean the same under ``update: immediate``: every backward is followed by its steps."""
 
 
@@ -83,13 +92,15 @@ def random_setting(seed: int, **given: Any) -> Setting:
         "nonfinite": random.choice(("skip", "skip", "as_plain")),
         "seed": seed,
         "rooms": random.choice((0, 0, 1, 2, 2, 3)),
+        "start": random.choice((START, START, *STARTS)),
     }
     return Setting(**{**chosen, **given})
 
 
 def run(events: Events, setting: Setting, monitor: Monitor | None = None) -> None:
     """Raises Difference where the sides disagree (and whatever the engine raises)."""
-    plain = PlainSide(setting.kind, setting.seed, setting.optimizers, setting.rule, setting.nonfinite, setting.update)
+    basics = (setting.kind, setting.seed, setting.optimizers, setting.rule)
+    plain = PlainSide(*basics, setting.nonfinite, setting.update, setting.start)
     if monitor is None:
         monitor = Monitor(poison=setting.poison, max_delay=setting.max_delay, seed=setting.seed)
     is_simulated = setting.eagerness is not None
@@ -101,7 +112,7 @@ def run(events: Events, setting: Setting, monitor: Monitor | None = None) -> Non
         config = {"nonfinite": setting.nonfinite, "update": setting.update}
         if setting.rooms:
             config |= {"optimizer_states": "nvme", "nvme_path": folder}
-        side = EngineSide(setting.kind, setting.seed, setting.optimizers, setting.rule, monitor, **config)
+        side = EngineSide(*basics, monitor, setting.start, **config)
         try:
             for number, (name, seed) in enumerate(events):
                 compare(EVENTS[name](plain, Random(seed)), EVENTS[name](side, Random(seed)), f"{number} {name}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,12 +26,12 @@ from slideformer_backend.plan.placement import Placement
 from slideformer_backend.storage import numpy_view
 from slideformer_backend.transfer import Monitor
 
-from .toy import AUTOCAST, Toy, make_toy
+from .toy import AUTOCAST, FROZEN, Toy, make_toy
 
 
-def make_optimizers(model: nn.Module, count: int, rule: str) -> list[Optimizer]:
+def make_optimizers(model: nn.Module, count: int, rule: str, *, holds_frozen: bool = False) -> list[Optimizer]:
     """``count`` optimizers over disjoint parameters (units are shared between them), two groups each."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad or holds_frozen]
     made: list[Optimizer] = []
     for number in range(count):
         own = parameters[number::count]
@@ -43,13 +43,23 @@ def make_optimizers(model: nn.Module, count: int, rule: str) -> list[Optimizer]:
     return made
 
 
+class Start(NamedTuple):
+    """What is frozen at first: names begin like this; and whether the optimizers hold it already."""
+
+    frozen: tuple[str, ...] = FROZEN
+    holds_frozen: bool = False
+
+
+START = Start()
+
+
 class Side(abc.ABC):
     """What events act on."""
 
-    def __init__(self, kind: str, seed: int, optimizers: int, rule: str) -> None:
+    def __init__(self, kind: str, seed: int, optimizers: int, rule: str, start: Start = START) -> None:
         self.kind = kind
-        self.model: Toy = make_toy(kind, seed)
-        self.optimizers = make_optimizers(self.model, optimizers, rule)
+        self.model: Toy = make_toy(kind, seed, frozen=start.frozen)
+        self.optimizers = make_optimizers(self.model, optimizers, rule, holds_frozen=start.holds_frozen)
         self.memory: dict[str, Any] = {}
         """What events keep for later ones."""
 
@@ -86,9 +96,16 @@ class EngineSide(Side):
     """The model under the engine."""
 
     def __init__(
-        self, kind: str, seed: int, optimizers: int, rule: str, monitor: Monitor | None = None, **config: Any
+        self,
+        kind: str,
+        seed: int,
+        optimizers: int,
+        rule: str,
+        monitor: Monitor | None = None,
+        start: Start = START,
+        **config: Any,
     ) -> None:
-        super().__init__(kind, seed, optimizers, rule)
+        super().__init__(kind, seed, optimizers, rule, start)
         self.engine: Engine = attach(
             self.model,
             SlideFormerConfig(**{"cpu_threads": 1, **config}),
@@ -160,13 +177,20 @@ class PlainSide(Side):
     """The reference."""
 
     def __init__(
-        self, kind: str, seed: int, optimizers: int, rule: str, nonfinite: str = "skip", update: str = "exact"
+        self,
+        kind: str,
+        seed: int,
+        optimizers: int,
+        rule: str,
+        nonfinite: str = "skip",
+        update: str = "exact",
+        start: Start = START,
     ) -> None:
-        super().__init__(kind, seed, optimizers, rule)
+        super().__init__(kind, seed, optimizers, rule, start)
         self._skips = nonfinite == "skip"
         self._rule = rule_for(self.optimizers[0])
         is_split = update == "immediate" and kind == "bfloat16"
-        self._states = {id(p): _State(p, self._rule.state_names, is_split) for p in self.trainable}
+        self._states = {id(p): _State(p, self._rule.state_names, is_split) for p in self.model.parameters()}
         self._order = {
             id(p): ("blocks." not in name, index) for index, (name, p) in enumerate(self.model.named_parameters())
         }

@@ -68,12 +68,18 @@ class Toy(nn.Module):
         return self.out(x)
 
 
-def make_toy(kind: str, seed: int, *, width: int = WIDTH, blocks: int = BLOCKS) -> Toy:
-    """A toy with random weights, one frozen bias, in the dtype of ``kind``."""
+FROZEN = ("blocks.1.linear.bias",)
+
+
+def make_toy(
+    kind: str, seed: int, *, width: int = WIDTH, blocks: int = BLOCKS, frozen: Collection[str] = FROZEN
+) -> Toy:
+    """A toy with random weights in the dtype of ``kind``; parameters whose names begin like ``frozen`` are frozen."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Toy(width, blocks)
-    model.blocks[1].linear.bias.requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(tuple(frozen)))
     return model.to(torch.bfloat16) if kind == "bfloat16" else model
 
 
