@@ -216,6 +216,8 @@ class EdgeAccess(_OfRecord):
             if value is None:
                 engine.policy.forget(record)
             else:
+                if not record.spec.is_trainable:
+                    engine.admission.admit([record.parameter])
                 record.coefficient = ONE
                 engine.edges.outdate(record)
         set_device_gradient(record, value)

@@ -53,10 +53,18 @@ class Admission:
         placed = {id(record.parameter) for unit in engine.units for record in unit.trainable}
         self._frozen = [parameter for parameter in engine.model.parameters() if id(parameter) not in placed]
 
-    def look(self, *, with_gradient: bool = False) -> None:
-        """Admit what trains by now; ``with_gradient``: only what a backward has reached already (edges)."""
+    def look(self) -> None:
+        """Before a forward: admit what trains by now."""
         with torch._C.DisableTorchFunctionSubclass():
-            found = [p for p in self._frozen if p.requires_grad and not (with_gradient and p.grad is None)]
+            found = [parameter for parameter in self._frozen if parameter.requires_grad]
+        if found:
+            self.admit(found)
+
+    def look_behind(self) -> None:
+        """Before gradients are used: admit what has one, though no forward of ours has seen that it trains. Outside the
+        blocks nothing guards a frozen parameter."""
+        with torch._C.DisableTorchFunctionSubclass():
+            found = [parameter for parameter in self._frozen if parameter.grad is not None]
         if found:
             self.admit(found)
 

@@ -171,7 +171,7 @@ class Engine:
             UnsupportedError: under ``update: immediate``, unless ``max_norm`` is infinite (a mere measurement).
         """
         self.backward.finish_outside()
-        self.admission.look(with_gradient=True)
+        self.admission.look_behind()
         tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         ours = [(tensor, self.record_of(tensor)) for tensor in tensors]
         records = [record for _, record in ours if record is not None]
@@ -183,7 +183,7 @@ class Engine:
     def step(self, binding: Binding) -> None:
         """``optimizer.step()`` of a bound optimizer."""
         self.backward.finish_outside()
-        self.admission.look(with_gradient=True)
+        self.admission.look_behind()
         self.prepare_states(binding, binding.assign())
         self.backend.step()
         self.stepper.step(binding)

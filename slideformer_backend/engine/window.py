@@ -98,8 +98,8 @@ class Window:
         needed = {self.gradient_class(unit) for unit in known if not unit.is_resident}
         for size in self._gradient_slots.keys() - needed:
             for slot in self._gradient_slots.pop(size):
-                self.backend.synchronize("host waits for gradient slot drained", slot.drained)
-                self.backend.touch_host(f"end of {slot.name}", writes=(slot,))
+                self.backend.order("compute after gradient slot drained", slot.drained)  # which gets this memory next
+                self.backend.touch(f"end of {slot.name}", writes=(slot,))
         for size in needed - self._gradient_slots.keys():
             self._gradient_slots[size] = [self._new_gradient_slot(size) for _ in range(self.GRADIENT_SLOTS)]
         kept = {self.gradient_class(unit) for unit in known}
