@@ -226,7 +226,7 @@ def _refuse_held(unit: Unit) -> None:
             f"Parameters of {unit.name} were unfrozen while its gradients are being accumulated, and the script holds"
             f" the memory of such a gradient (of {name}, or a neighbour), which would not follow.",
             found="a tensor or array made by .grad.data, .grad.detach() or .grad.numpy() that is still alive",
-            remedy="unfreeze after optimizer.zero_grad(), or let go of that tensor (keep a clone())",
+            remedy="call optimizer.zero_grad() before, or let go of that tensor (keep a clone())",
         )
 
 

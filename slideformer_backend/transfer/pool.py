@@ -52,7 +52,10 @@ class GradientBuffer:
         return True
 
     def _own_tensors(self) -> int:
-        return 1 + sum(handle() is not None for handle in self.handles.values())
+        handles = [handle for reference in self.handles.values() if (handle := reference()) is not None]
+        with torch._C.DisableTorchFunctionSubclass():
+            between = sum(handle._base is not None and handle._base is not self.slab.flat for handle in handles)
+        return 1 + len(handles) + between
 
 
 def _tensors_over(flat: torch.Tensor) -> int:

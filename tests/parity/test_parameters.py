@@ -75,16 +75,6 @@ def test_frozen_later(device, policy):
     check(stack(), script, device, policy=policy)
 
 
-def test_unfrozen_later_is_refused(device):
-    def script(run):
-        training(run, 1)
-        run.model.requires_grad_(True)
-        with pytest.raises(UnsupportedError, match="blocks.1"):
-            training(run, 1)
-
-    run_managed(frozen(stack(), lambda name: "blocks.1" in name), script, device)
-
-
 @each_policy
 @each_precision
 def test_tied_embeddings(device, policy, precision):
