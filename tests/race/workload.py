@@ -5,6 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from .runner import IMMEDIATE, Events, Setting, random_events, random_setting
+from .sides import START
 
 MICRO = ("backward", next(seed for seed in range(100) if Random(seed).random() > 0.75))
 """A backward that no step follows, so that nothing is predicted."""
@@ -30,6 +31,9 @@ DIRECTED: tuple[tuple[str | tuple[str, int], ...], ...] = (
     ("train", "move", "move", "backward", "clip_all", "scale_gradient", "clip_all", "step_all"),
     ("explode_backward", "zero_none", "train", "explode_backward", "discard", "train"),
     ("train", "hyperparameters", "train", "backward", "zero_false", "backward", "step_all"),
+    (MICRO, "unfreeze_all", "backward"),
+    (MICRO, "zero_none", "unfreeze_all", "backward"),
+    (MICRO, "backward_inputs", "unfreeze_all", "backward"),
 )
 
 
@@ -65,4 +69,8 @@ def workload() -> list[tuple[Events, Setting]]:
         clips = (MICRO, ("clip_all", seed), ("clip_all", seed + 1), ("clip_all", seed + 2), ("step_all", seed))
         made.append((clips, random_setting(seed, optimizers=1, **lazy)))
         made.append((clips, random_setting(seed, optimizers=1, **{**lazy, "kind": "float32"})))
+    lent = (MICRO, ("zero_none", 1), ("assign_gradient", 5), ("unfreeze_all", 0), ("backward", 1))
+    made.append((lent, random_setting(2, optimizers=1, poison=True, start=START, **lazy)))
+    held = (("backward", 793346834), ("backward", 846618888), ("scale_gradient_data", 668432235), ("train", 732844484))
+    made.append((held, random_setting(190, poison=True)))
     return made
