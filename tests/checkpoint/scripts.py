@@ -56,9 +56,12 @@ def assert_same(one, two):
 
 
 class Script:
-    """``update``: a policy, or None for a run without SlideFormer. ``folder``: of automatic checkpoints."""
+    """``update``: a policy, or None for a run without SlideFormer. ``folder``: of automatic checkpoints. ``frozen``: words
+    in the names of parameters that are frozen at first."""
 
-    def __init__(self, update="exact", precision="fp32", rule="adamw", seed=0, folder=None, limit=None, clip=0.5):
+    def __init__(
+        self, update="exact", precision="fp32", rule="adamw", seed=0, folder=None, limit=None, clip=0.5, frozen=()
+    ):
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
         session.reset()
@@ -69,6 +72,8 @@ class Script:
             cpu=True, mixed_precision=mixed, kwargs_handlers=handlers, project_config=project if folder else None
         )
         model = model_of(dtype, seed)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not any(word in name for word in frozen))
         decayed = [p for p in model.parameters() if p.dim() > 1]
         rest = [p for p in model.parameters() if p.dim() == 1]
         optimizer = OPTIMIZERS[rule]([{"params": decayed}, {"params": rest, "lr": 2e-2}])

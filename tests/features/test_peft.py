@@ -160,23 +160,47 @@ def test_gradient_checkpointing_and_input_gradients(device):
     check(make, training("exact"), device)
 
 
-def test_gradual_unfreezing(device):
-    """Handled where unfrozen before prepare; afterwards refused, with the remedy, before any step."""
-
-    def make():
-        model = llama()()
-        for layer in model.model.layers[:2]:
-            layer.requires_grad_(False)
-        return model
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_gradual_unfreezing(device, policy, precision):
+    """The adapters first, then layers of the base model too, from the last one on; the adapters rest meanwhile."""
+    dtype, autocast = PRECISIONS[precision]
 
     def script(run):
         optimizer = run.optimizer(torch.optim.AdamW, **ADAMW)
         steps(run, optimizer, 2)
-        run.model.model.layers[1].requires_grad_(True)
-        optimizer.add_param_group({"params": list(run.model.model.layers[1].parameters())})
-        with pytest.raises(UnsupportedError, match=r"layers\.1.*was frozen.*prepare again"):
-            steps(run, optimizer, 1, first=2)
-        run.model.model.layers[1].requires_grad_(False)
-        steps(run, optimizer, 1, first=2)
+        adapters = [parameter for parameter in run.model.parameters() if parameter.requires_grad]
+        for number in (2, 1):
+            layer = run.model.base_model.model.model.layers[number]
+            base = [parameter for parameter in layer.parameters() if not parameter.requires_grad]
+            for parameter in base:
+                parameter.requires_grad_(True)
+            optimizer.add_param_group({"params": base, "lr": 1e-3})
+            steps(run, optimizer, 2, first=6 - 2 * number)
+        for parameter in adapters:
+            parameter.requires_grad_(False)
+        steps(run, optimizer, 1, first=6)
 
-    run_managed(make, script, device)
+    check(adapted("modules to save", dtype), script, device, policy=policy, autocast=autocast)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_another_adapter_is_activated(device, policy):
+    """``set_adapter`` freezes one adapter and unfreezes another, which was frozen at ``prepare``."""
+
+    def make():
+        model = adapted("lora")()
+        model.add_adapter("other", lora())
+        for name, parameter in model.named_parameters():
+            if ".other." in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+        model.set_adapter("default")
+        return model
+
+    def script(run):
+        optimizer = run.bind(torch.optim.AdamW(run.model.parameters(), **ADAMW))
+        for number, adapter in enumerate(("default", "other", "default")):
+            run.model.set_adapter(adapter)
+            steps(run, optimizer, 2, first=2 * number)
+
+    check(make, script, device, policy=policy)

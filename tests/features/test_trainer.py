@@ -160,6 +160,29 @@ def test_callbacks_see_the_plain_values(both):
     assert all(torch.equal(managed.average[name], value) for name, value in plain.average.items())
 
 
+class Unfreezing(TrainerCallback):
+    """One more layer trains with every step, from the last one on; the head rests in the last step."""
+
+    def on_step_begin(self, args, state, control, model=None, **more):
+        if 0 < state.global_step <= len(model.model.layers):
+            model.model.layers[-state.global_step].requires_grad_(True)
+        model.lm_head.requires_grad_(state.global_step < args.max_steps - 1)
+
+
+@pytest.mark.parametrize("settings", [{"gradient_accumulation_steps": 2}, {"bf16": True}])
+def test_layers_that_a_callback_unfreezes(both, settings):
+    def make(arguments):
+        model = llama()
+        model.model.requires_grad_(False)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        return Trainer(
+            model=model, args=arguments, train_dataset=Rows(), data_collator=padded, callbacks=[Unfreezing()],
+            optimizers=(optimizer, None),
+        )  # fmt: skip
+
+    both.compare(make, max_steps=6, **settings)
+
+
 def test_early_stopping_and_the_best_model_at_the_end(both):
     def make(arguments):
         return ordinary(arguments, callbacks=[EarlyStoppingCallback(2)])
