@@ -21,6 +21,7 @@ from .access import EdgeAccess, GradientAccess
 from .build import edge_unit, refuse_layout, refuse_sparse, refuse_untrainable
 from .custody import guard_record, hook_record
 from .guard import guard
+from .moves import move_to_host
 from .preflight import Preflight
 from .states import MASTER, can_split, follow_masters, move_states
 from .unit import ParamRecord, Unit
@@ -90,14 +91,17 @@ class Admission:
         records = [record for p in found if (record := engine.record_of(p)) is not None]
         edges = edge_parts(engine.model, {id(p) for p in found} - {id(record.parameter) for record in records})
         self._check(records, edges)
-        spilled = self._preflight.before_admit(engine, records, edges)
+        room = self._preflight.before_admit(engine, records, edges)
         by_unit: dict[Unit, list[ParamRecord]] = {}
         for record in records:
             by_unit.setdefault(record.unit, []).append(record)
         for unit, members in by_unit.items():
-            self._lay_out(unit, members, spills=unit.index in spilled)
+            if unit.index in room.returning:
+                move_to_host(engine, unit)
+                self._wait(unit)
+            self._lay_out(unit, members, spills=unit.index in room.spilled)
         for part in edges:
-            records += self._add_edge(part, spilled)
+            records += self._add_edge(part, room.spilled)
         self._frozen = [parameter for parameter in self._frozen if id(parameter) not in wanted]
         self._bind(records)
 

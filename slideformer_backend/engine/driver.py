@@ -104,6 +104,7 @@ class UnitForward:
             backend.begin("forward", name)
         if engine.recomputes(self._unit):
             run = Runner(name, forward, module, args, kwargs, autocast_cache=True)
+            run.visit = Visit(self._unit, is_wide=False)
             output = checkpoint(run, *run.slide(engine.boundaries), use_reentrant=False, **run.kwargs)
         else:
             arguments = Arguments(name, module, args, kwargs) if is_traced else None

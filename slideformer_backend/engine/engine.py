@@ -16,7 +16,6 @@ from ..optim.workers import WorkerPool, default_threads
 from ..storage import HostMemory
 from ..trace import Recorder
 from ..transfer import Monitor, backend_for
-from .access import EdgeAccess
 from .admission import Admission
 from .arithmetic import Arithmetic
 from .backward import Backward, Visit
@@ -26,10 +25,10 @@ from .build import build_units, checked_parts, frozen_overlaps
 from .custody import release_parameters, salvage, take_parameters
 from .device_units import DeviceUnits
 from .edges import Edges
-from .guard import guard
 from .hooks import Removable
 from .identity import ByIdentity
 from .immediate import Immediate
+from .moves import move_to_device
 from .norms import Norms
 from .preflight import Preflight
 from .redo_log import RedoLog
@@ -339,13 +338,7 @@ class Engine:
 
     def move_to_device(self, unit: Unit) -> None:
         """Make a sliding unit resident: weights, states, updates on the device. Training goes on bit for bit."""
-        self.settle()
-        self.residency.move_to_device(unit)
-        self.sliding.remove(unit)
-        self.edges.units.append(unit)
-        for record in unit.records:
-            guard(record.parameter, EdgeAccess(self, record))
-        self.schedule = Schedule(self.sliding)
+        move_to_device(self, unit)
 
     def recomputes(self, unit: Unit) -> bool:
         """Whether a unit recomputes its activations in backward; one that does not keeps its weight slot till then."""

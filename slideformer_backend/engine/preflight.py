@@ -10,7 +10,7 @@ import logging
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -27,7 +27,8 @@ from ..plan.planner import Choices, Request, make_plan
 from ..plan.rates_cache import with_cached_rates
 from ..plan.remedies import gib
 from ..plan.words import host_parts, paragraph, refusal, shortage
-from .unit import ParamRecord
+from .moves import may_move_to_host
+from .unit import ParamRecord, Unit
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -36,6 +37,14 @@ logger = logging.getLogger(__name__)
 
 USUAL_MOMENTS = 2
 """Of AdamW, as long as the optimizer is not known."""
+
+
+class Room(NamedTuple):
+    """Where gradients and states of parameters come that train from now on: numbers of units whose states go to NVMe,
+    and of units that leave the device again, which has no room for them."""
+
+    spilled: frozenset[int]
+    returning: frozenset[int]
 
 
 class Preflight:
@@ -95,11 +104,8 @@ class Preflight:
             self._check_states([optimizer], are_weights_placed=True)
         self._bound = True  # what a later optimizer takes over is there already
 
-    def before_admit(self, engine: Engine, records: Sequence[ParamRecord], edges: Sequence[Part]) -> frozenset[int]:
+    def before_admit(self, engine: Engine, records: Sequence[ParamRecord], edges: Sequence[Part]) -> Room:
         """Frozen parameters (``records``, and ``edges`` outside the blocks) are about to get gradients and states.
-
-        Returns:
-            Numbers of units whose states go to NVMe.
 
         Raises:
             PlanError: memory or the disk cannot hold them.
@@ -109,11 +115,7 @@ class Preflight:
         new = {record.unit.index for record in records}
         new |= {len(engine.units) + number for number in range(len(edges))}
         before = ledger_of(self._parts, terms)
-        ways = [terms, replace(terms, spilled=terms.spilled | new)]
-        if engine.spill.tier is None:
-            ways = ways[:1]
-        elif engine.config.optimizer_states == "nvme" and not _has_share(parts, terms, engine.config.nvme_fraction):
-            ways = ways[1:]
+        ways = self._ways(engine, parts, terms, {record.unit for record in records}, new)
         problems = [self._lacking(before, ledger_of(parts, way), engine) for way in ways]
         if None not in problems:
             found, limit = next(problem for problem in reversed(problems) if problem is not None)
@@ -127,19 +129,34 @@ class Preflight:
             )
         chosen = ways[problems.index(None)]
         after = ledger_of(parts, chosen)
+        returning = terms.resident - chosen.resident
         logger.info(
-            "SlideFormer: %s parameters that were frozen at prepare() train from now on. %s more host memory: %s (%s);"
-            " %s more on NVMe, %s more GPU memory.",
+            "SlideFormer: %s parameters that were frozen at prepare() train from now on. Host memory: %s (%s), %s more;"
+            " NVMe: %s more; GPU: %s more.%s",
             f"{parts.trained - self._parts.trained:,}",
-            gib(after.host_least - before.host_least),
             gib(after.host_least),
             host_parts(after, after.host_pending),
+            gib(after.host_least - before.host_least),
             gib(after.nvme_states - before.nvme_states),
-            gib(after.device - before.device),
+            gib(max(0, after.device - before.device)),
+            f" {len(returning)} layers that had moved to the GPU slide again." if returning else "",
         )
         self._parts = parts
         self.plan = replace(self.plan, request=replace(self.plan.request, parts=parts))
-        return chosen.spilled & new
+        return Room(chosen.spilled & new, returning)
+
+    @staticmethod
+    def _ways(engine: Engine, parts: Partition, terms: Terms, units: set[Unit], new: set[int]) -> list[Terms]:
+        """Where gradients and states of the units numbered ``new`` may be, the best place first."""
+        ways = [terms]
+        moved = [unit for unit in units if unit.index in terms.resident]
+        if moved and all(map(may_move_to_host, moved)):
+            ways.append(replace(terms, resident=terms.resident - new))
+        if engine.spill.tier is None:
+            return ways
+        in_files = [replace(way, spilled=way.spilled | new) for way in ways]
+        must = engine.config.optimizer_states == "nvme" and not _has_share(parts, terms, engine.config.nvme_fraction)
+        return in_files if must else ways + in_files
 
     def _terms_now(self, engine: Engine) -> Terms:
         """The plan's terms with what has come of them: units that have moved, states that are in files."""
@@ -167,7 +184,8 @@ class Preflight:
             files, free = after.nvme_states - before.nvme_states, free_space(self._nvme_path)
             if files > free:
                 return f"{gib(files)} more on NVMe needed", f"{gib(free)}, which are free on {self._nvme_path}"
-        room = engine.residency.room
+        is_tight = after.device_resident > before.device_resident  # for good, where a layer could slide instead
+        room = engine.residency.spare if is_tight else engine.residency.room
         if room is not None and after.device - before.device > room:
             return f"{gib(after.device - before.device)} more GPU memory needed", f"{gib(room)}"
         return None

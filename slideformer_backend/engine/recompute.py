@@ -12,7 +12,7 @@ from torch import nn
 
 from ..errors import UnsupportedError
 from .arguments import Arguments
-from .backward import PostBackward
+from .backward import PostBackward, Visit
 from .boundaries import Boundaries, Boundary
 from .effects import Effects
 
@@ -78,6 +78,8 @@ class Runner:
         self.kwargs = kwargs
         self._boundaries: Boundaries | None = None
         self._is_first = True
+        self.visit: Visit | None = None
+        """Lives as long as the graph."""
 
     def slide(self, boundaries: Boundaries) -> tuple[Any, ...]:
         """Positional arguments for the checkpoint; ``kwargs`` go with them.

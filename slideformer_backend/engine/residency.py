@@ -62,9 +62,17 @@ class Residency:
 
     @property
     def room(self) -> int | None:
-        """Device bytes that are free within the budget; None where nothing is measured."""
+        """Device bytes that are free within the budget at this moment; None where nothing is measured."""
         device = self._backend.device
         return self.budget - torch.cuda.memory_allocated(device) if device.type == "cuda" else None
+
+    @property
+    def spare(self) -> int | None:
+        """Device bytes that were free at the peak; None where nothing is measured."""
+        device = self._backend.device
+        if device.type != "cuda":
+            return None
+        return spare_device_bytes(self.budget, torch.cuda.max_memory_allocated(device))
 
     def start_edges(self, units: list[Unit], beside: Sequence[Unit] = ()) -> None:
         """Before states are allocated: edge units update on the device when a quarter of the budget holds them all,
@@ -135,7 +143,7 @@ class Residency:
             parameter.__class__ = record.guarded_class
             record.spec = record.spec._replace(working=record.spec.dtype)
             record.device_states = {name: state.to(device) for name, state in states.items()}
-            _move_own_states(record, device)
+            move_own_states(record, device)
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # the host memory is unregistered next
         unit.where = Where.RESIDENT
@@ -147,8 +155,8 @@ class Residency:
         self._policy.release_pool(unit)
 
 
-def _move_own_states(record: ParamRecord, device: torch.device) -> None:
-    """States that an optimizer without a fused rule keeps for itself; step counts stay where they are, as in torch."""
+def move_own_states(record: ParamRecord, device: torch.device) -> None:
+    """Move what an optimizer without a fused rule keeps for itself; step counts stay where they are, as in torch."""
     binding = record.binding
     if binding is None or binding.rule is not None:
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
@@ -66,9 +66,8 @@ class Window:
         sizes = {self.gradient_class(unit) for unit in sliding if unit.layout.gradient_bytes}
         self._gradient_slots: dict[int, list[GradientSlot]] = {size: [] for size in sizes}
         self._turn = itertools.count(1)
-        for size, slots in self._weight_slots.items():
-            members = sum(self._weight_class[unit.layout.weight_bytes] == size for unit in sliding)
-            slots.extend(self._new_weight_slot(size) for _ in range(min(depth + 2, members)))
+        for size in self._weight_slots:
+            self._weight_slots[size] = self._new_weight_slots(size, sliding)
         for size, free in self._gradient_slots.items():
             free.extend(self._new_gradient_slot(size) for _ in range(self.GRADIENT_SLOTS))
 
@@ -83,28 +82,29 @@ class Window:
         return self._gradient_class[unit.layout.gradient_bytes]
 
     def relearn(self, units: Iterable[Unit]) -> list[int]:
-        """Gradients of some of ``units`` (all there are) have another size from now on. Sizes that were known keep
-        their class, so that buffers in use stay where they belong.
+        """Weights or gradients of some of ``units`` (all there are) have another size from now on, or slide now. Sizes
+        that were known keep their class, so that buffers in use stay where they belong.
 
         Returns:
-            Classes that no unit needs any more. Their device slots are gone.
+            Classes of gradients that no unit needs any more. Their device slots are gone.
         """
-        known = [unit for unit in units if unit.layout.gradient_bytes]
-        classes = set(self._gradient_class.values())
-        for size in sorted({unit.layout.gradient_bytes for unit in known} - self._gradient_class.keys(), reverse=True):
-            fitting = [found for found in classes if size <= found <= size * SIZE_TOLERANCE]
-            self._gradient_class[size] = min(fitting, default=size)
-            classes.add(self._gradient_class[size])
-        needed = {self.gradient_class(unit) for unit in known if not unit.is_resident}
+        known = list(units)
+        sliding = [unit for unit in known if not unit.is_resident]
+        _extend(self._weight_class, {unit.layout.weight_bytes for unit in sliding})
+        _extend(self._gradient_class, {unit.layout.gradient_bytes for unit in known if unit.layout.gradient_bytes})
+        for size in {self._weight_class[unit.layout.weight_bytes] for unit in sliding} - self._weight_slots.keys():
+            self._weight_slots[size] = self._new_weight_slots(size, sliding)
+        needed = {self.gradient_class(unit) for unit in sliding if unit.layout.gradient_bytes}
         for size in self._gradient_slots.keys() - needed:
             for slot in self._gradient_slots.pop(size):
                 self.backend.order("compute after gradient slot drained", slot.drained)  # which gets this memory next
                 self.backend.touch(f"end of {slot.name}", writes=(slot,))
         for size in needed - self._gradient_slots.keys():
             self._gradient_slots[size] = [self._new_gradient_slot(size) for _ in range(self.GRADIENT_SLOTS)]
-        kept = {self.gradient_class(unit) for unit in known}
+        kept = {self.gradient_class(unit) for unit in known if unit.layout.gradient_bytes}
+        gone = set(self._gradient_class.values()) - kept
         self._gradient_class = {size: found for size, found in self._gradient_class.items() if found in kept}
-        return sorted(classes - kept)
+        return sorted(gone)
 
     def fetch(self, unit: Unit) -> None:
         """Start bringing the working weights of ``unit`` to the device; does not block.
@@ -238,6 +238,10 @@ class Window:
             slot.unit = None
         slot.is_awaited = False
 
+    def _new_weight_slots(self, size: int, sliding: Sequence[Unit]) -> list[WeightSlot]:
+        members = sum(self._weight_class[unit.layout.weight_bytes] == size for unit in sliding)
+        return [self._new_weight_slot(size) for _ in range(min(self.depth + 2, members))]
+
     def _new_weight_slot(self, size: int) -> WeightSlot:
         flat = torch.zeros(size, dtype=torch.uint8, device=self.backend.device)
         return WeightSlot(f"weight slot {next(self._turn)}", flat)
@@ -245,3 +249,10 @@ class Window:
     def _new_gradient_slot(self, size: int) -> GradientSlot:
         flat = torch.zeros(size, dtype=torch.uint8, device=self.backend.device)
         return GradientSlot(f"gradient slot {next(self._turn)}", flat)
+
+
+def _extend(classes: dict[int, int], sizes: set[int]) -> None:
+    """Map further sizes: to a class that is there already, if one is near enough."""
+    for size in sorted(sizes - classes.keys(), reverse=True):
+        fitting = [found for found in set(classes.values()) if size <= found <= size * SIZE_TOLERANCE]
+        classes[size] = min(fitting, default=size)

@@ -56,8 +56,8 @@ def assert_same(one, two):
 
 
 class Script:
-    """``update``: a policy, or None for a run without SlideFormer. ``folder``: of automatic checkpoints. ``frozen``: words
-    in the names of parameters that are frozen at first."""
+    """``update``: a policy, or None for a run without SlideFormer. ``folder``: of automatic checkpoints. ``frozen``:
+    words in the names of parameters that are frozen at first."""
 
     def __init__(
         self, update="exact", precision="fp32", rule="adamw", seed=0, folder=None, limit=None, clip=0.5, frozen=()

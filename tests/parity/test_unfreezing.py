@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from slideformer_backend.engine.residency import Residency
 from slideformer_backend.errors import PlanError, UnsupportedError
 from slideformer_backend.plan import Terms, ledger_of, partition
 from tests.parity.harness import PRECISIONS, assert_same, check, run_managed, run_plain
@@ -212,6 +213,58 @@ def test_on_the_device(device, precision, rule, pattern):
         steps(run, optimizer, 1, first=5)
 
     check(frozen(llama(PRECISIONS[precision][0]), PATTERNS[pattern]), script, device)
+
+
+@each_policy
+@each_precision
+@pytest.mark.parametrize("pattern", ["a layer", "one matrix per layer"])
+@pytest.mark.parametrize("rule", [torch.optim.AdamW, torch.optim.RMSprop])
+def test_back_from_a_device_without_room(device, policy, precision, pattern, rule, monkeypatch):
+    """Layers that had moved there while they were frozen slide again; a pending gradient comes along."""
+    monkeypatch.setattr(Residency, "spare", 0)
+    dtype, autocast = PRECISIONS[precision]
+
+    def script(run):
+        optimizer = held(run, rule)
+        steps(run, optimizer, 2)
+        if run.engine is not None:
+            for unit in list(run.engine.sliding):
+                run.engine.move_to_device(unit)
+        steps(run, optimizer, 1, first=2)
+        accumulated(run, optimizer, middle=unfreeze, clip=0.3 if policy == "exact" else None)
+        if run.engine is not None and (rule is torch.optim.AdamW or dtype == torch.bfloat16):
+            assert len(run.engine.sliding) == (1 if pattern == "a layer" else 3), "with states that we know of"
+        refreeze(list(run.model.parameters()))
+        steps(run, optimizer, 1, first=5)
+        run.see("states", optimizer.state_dict()["state"][2]["step"])
+
+    check(frozen(llama(dtype), PATTERNS[pattern]), script, device, policy=policy, autocast=autocast)
+
+
+def test_a_graph_that_needs_a_layer_on_the_device_keeps_it_there(device, monkeypatch):
+    monkeypatch.setattr(Residency, "spare", 0)
+
+    def script(run):
+        optimizer = held(run)
+        if run.engine is not None:
+            for unit in list(run.engine.sliding):
+                run.engine.move_to_device(unit)
+        first, second = (language_loss(run.forward(ids), ids) for ids in (batch(0), batch(1)))
+        run.backward(first, is_last=False)
+        found = unfreeze(run)
+        if run.engine is not None:
+            with pytest.raises(PlanError, match="no room"):
+                run.forward(batch(2))
+        for parameter in found:
+            parameter.requires_grad_(False)
+        run.backward(second)
+        run.see_gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+        unfreeze(run)
+        steps(run, optimizer, 2, first=3)
+
+    check(frozen(llama(), PATTERNS["a layer"]), script, device)
 
 
 @each_policy

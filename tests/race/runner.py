@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 
 from slideformer_backend.engine import engine as engine_module
+from slideformer_backend.engine.residency import Residency
 from slideformer_backend.engine.spilling import begin_spill
 from slideformer_backend.transfer import Monitor
 
@@ -108,6 +109,7 @@ def run(events: Events, setting: Setting, monitor: Monitor | None = None) -> Non
         simulated(setting.seed, setting.eagerness or 0.0) if is_simulated else nullcontext(),
         tempfile.TemporaryDirectory(dir=SHARED) as folder,
         mock.patch.object(engine_module, "begin_spill", partial(_begin_spill, setting.rooms)),
+        mock.patch.object(Residency, "spare", 0 if setting.seed % 2 else None),  # units come back to the host, or stay
     ):
         config = {"nonfinite": setting.nonfinite, "update": setting.update}
         if setting.rooms:
