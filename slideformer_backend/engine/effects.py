@@ -35,7 +35,8 @@ class Effects:
         self._then: list[tuple[_Items, _Items]] = []
         self._generators = []
         with torch._C.DisableTorchFunctionSubclass():
-            self._trains = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
+            parameters = (p for child in module.modules() for p in child._parameters.values())
+            self._trains = [(parameter, parameter.requires_grad) for parameter in parameters if parameter is not None]
         for child in module.modules():
             for owner in (child.__dict__, child._buffers):
                 found, tensors, generators = _look(owner)

@@ -87,6 +87,27 @@ def test_another_optimizer_is_made(device, policy):
     check(frozen(llama(), PATTERNS["all but the head"]), script, device, policy=policy)
 
 
+@each_policy
+@each_precision
+def test_the_optimizer_gets_them_after_the_backward(device, policy, precision):
+    """A gradient that no optimizer was known for is there when one steps."""
+
+    def script(run):
+        optimizer = run.optimizer(torch.optim.AdamW, **ADAMW)
+        steps(run, optimizer, 2)
+        found = unfreeze(run)
+        ids = batch(2, device=run.device)
+        run.backward(language_loss(run.forward(ids), ids))
+        optimizer.add_param_group({"params": found})
+        optimizer.step()
+        optimizer.zero_grad()
+        run.see_weights()
+        steps(run, optimizer, 2, first=3)
+
+    dtype, autocast = PRECISIONS[precision]
+    check(frozen(llama(dtype), PATTERNS["all but the head"]), script, device, policy=policy, autocast=autocast)
+
+
 def accumulated(run, optimizer, *, middle, clip=None):
     """Four micro-batches per step; ``middle`` happens after the second one of the second step."""
     for number in range(12):
