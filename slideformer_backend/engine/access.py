@@ -218,6 +218,9 @@ class EdgeAccess(_OfRecord):
             else:
                 if not record.spec.is_trainable:
                     engine.admission.admit([record.parameter])
+                    if not record.unit.is_resident:  # the device had no room for it
+                        record.parameter.grad = value
+                        return
                 record.coefficient = ONE
                 engine.edges.outdate(record)
         set_device_gradient(record, value)

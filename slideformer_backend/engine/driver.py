@@ -98,13 +98,14 @@ class UnitForward:
     def _resident(self, engine: Engine, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A unit that lives on the device: no window; recomputed only where the placement says so."""
         forward, backend, name = self._original(module), engine.backend, self._unit.name
+        visit = Visit(self._unit, is_wide=False)
         is_traced = backend.recorder is not None
         if is_traced:
             args, kwargs = _map_inputs(lambda: backend.end("backward", name), args, kwargs)
             backend.begin("forward", name)
         if engine.recomputes(self._unit):
             run = Runner(name, forward, module, args, kwargs, autocast_cache=True)
-            run.visit = Visit(self._unit, is_wide=False)
+            run.visit = visit
             output = checkpoint(run, *run.slide(engine.boundaries), use_reentrant=False, **run.kwargs)
         else:
             arguments = Arguments(name, module, args, kwargs) if is_traced else None
@@ -112,6 +113,9 @@ class UnitForward:
                 output = forward(*args, **kwargs)
             if arguments is not None:
                 arguments.check_forward(output)  # the identity's outputs changed, and their caller's tensors did not
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(_Reached(visit))
         if is_traced:
             backend.end("forward", name)
             for tensor in tensors_in(output):
@@ -163,6 +167,16 @@ class _OpenHook:
 
     def __call__(self, gradient: torch.Tensor) -> None:
         self._open(self._visit)
+
+
+class _Reached:
+    """Gradient hook on the output of a unit that is not recomputed: its graph is used up."""
+
+    def __init__(self, visit: Visit) -> None:
+        self._visit = visit
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        self._visit.is_done = True
 
 
 class _Repeated(contextlib.AbstractContextManager[None]):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from slideformer_backend.engine import Engine
 from slideformer_backend.engine.residency import Residency
 from slideformer_backend.errors import PlanError, UnsupportedError
 from slideformer_backend.plan import Terms, ledger_of, partition
@@ -262,8 +263,10 @@ def test_back_from_a_device_without_room(device, policy, precision, pattern, rul
     check(frozen(llama(dtype), PATTERNS[pattern]), script, device, policy=policy, autocast=autocast)
 
 
-def test_a_graph_that_needs_a_layer_on_the_device_keeps_it_there(device, monkeypatch):
+@pytest.mark.parametrize("recomputes", [True, False])
+def test_a_graph_that_needs_a_layer_on_the_device_keeps_it_there(device, monkeypatch, recomputes):
     monkeypatch.setattr(Residency, "spare", 0)
+    monkeypatch.setattr(Engine, "recomputes", lambda engine, unit: recomputes)
 
     def script(run):
         optimizer = held(run)

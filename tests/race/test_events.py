@@ -13,6 +13,7 @@ from slideformer_backend.engine.unit import ONE, ParamRecord, Unit, Weights
 
 from .events import EVENTS
 from .runner import IMMEDIATE, Setting, check, random_events, random_setting, run
+from .sides import Start
 
 BATCHES = 16
 BATCH = 75
@@ -69,6 +70,10 @@ FOUND = {
     "an edge weight is written under immediate": (
         (("write_edges", 1002055269), ("train", 565897242)),
         Setting(kind="float32", update="immediate", seed=14),
+    ),
+    "a frozen weight of a unit that comes back from the device gets a gradient": (
+        (("move", 856634435), ("gradient_of_frozen", 473803620)),
+        Setting(optimizers=2, seed=795, eagerness=0.0, rooms=3, start=Start(("blocks",))),
     ),
     "a frozen weight beside split masters is written": (
         (("train", 646967375), ("load", 1), ("save", 1), ("load", 1), ("train", 2)),
