@@ -7,7 +7,7 @@ on bit for bit. Frozen again, it keeps its place, as torch's optimizers keep the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +21,7 @@ from .access import EdgeAccess, GradientAccess
 from .build import edge_unit, refuse_layout, refuse_sparse, refuse_untrainable
 from .custody import guard_record, hook_record
 from .guard import guard
+from .identity import ByIdentity
 from .moves import move_to_host
 from .preflight import Preflight
 from .states import MASTER, can_split, follow_masters, move_states
@@ -44,7 +45,7 @@ class Admission:
         self,
         engine: Engine,
         preflight: Preflight,
-        records: MutableMapping[torch.Tensor, ParamRecord],
+        records: ByIdentity[ParamRecord],
         overlaps: Mapping[int, str],
     ) -> None:
         self._engine = engine

@@ -98,7 +98,7 @@ class UnitForward:
     def _resident(self, engine: Engine, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A unit that lives on the device: no window; recomputed only where the placement says so."""
         forward, backend, name = self._original(module), engine.backend, self._unit.name
-        visit = Visit(self._unit, is_wide=False)
+        visit = Visit(self._unit, is_wide=False, holds_slot=False)
         is_traced = backend.recorder is not None
         if is_traced:
             args, kwargs = _map_inputs(lambda: backend.end("backward", name), args, kwargs)

@@ -116,6 +116,7 @@ def follow_masters(unit: Unit, records: Iterable[ParamRecord]) -> None:
         working = record.weight_view(unit.weights.flat).view(-1)
         if _settle_ties(torch.from_numpy(record.state_array(MASTER)), working, half_up=False):
             unit.content += 1
+            unit.steps += 1  # a graph of before is stale
             if unit.is_resident:
                 shown.copy_(working)
 
