@@ -104,7 +104,7 @@ def run(events: Events, setting: Setting, monitor: Monitor | None = None) -> Non
         tempfile.TemporaryDirectory(dir=SHARED) as folder,
         mock.patch.object(engine_module, "begin_spill", partial(_begin_spill, setting.rooms)),
         mock.patch.object(spilling, "StagedShelf", _direct if setting.inputs == "direct" else spilling.StagedShelf),
-        mock.patch.object(file_shelf, "STAGES", 2),
+        mock.patch.object(file_shelf, "STAGES", 2 + 2 * (setting.seed % 2)),
         mock.patch.object(DirectShelf, "exits", 1 + setting.seed % 2),
     ):
         config = {"nonfinite": setting.nonfinite, "update": setting.update}
