@@ -49,7 +49,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--max-norm", type=float, default=0.0)
     parser.add_argument("--update", choices=("exact", "immediate"), default="exact")
     parser.add_argument("--gpu-memory", default="auto", help="cap of the plan: how many layers move to the GPU")
-    parser.add_argument("--activations", choices=("auto", "gpu", "host"), default="auto")
+    parser.add_argument("--activations", choices=("auto", "gpu", "host", "nvme"), default="auto")
+    parser.add_argument("--nvme-path", help="folder for files of inputs of layers")
     parser.add_argument("--attention", choices=("sdpa", "eager"), default="sdpa")
     return parser.parse_args()
 
@@ -115,7 +116,9 @@ def train_managed(args: argparse.Namespace, data: list[Tensor], device: torch.de
     """Under the engine; also the repairs and the order in which its norm adds up."""
     model = make(args, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
-    config = SlideFormerConfig(update=args.update, gpu_memory=args.gpu_memory, activations=args.activations)
+    config = SlideFormerConfig(
+        update=args.update, gpu_memory=args.gpu_memory, activations=args.activations, nvme_path=args.nvme_path
+    )
     engine = attach(model, config, device=device)
     engine.bind(optimizer)
     names = {id(parameter): name for name, parameter in model.named_parameters()}

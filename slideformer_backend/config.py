@@ -187,9 +187,9 @@ class SlideFormerConfig:
         one_of("auto", "always"),
         "auto: layers whose weights stay on the GPU from forward to backward keep their activations where they fit",
     )
-    activations: Literal["auto", "gpu", "host"] = _key(
+    activations: Literal["auto", "gpu", "host", "nvme"] = _key(
         "auto",
-        one_of("auto", "gpu", "host"),
+        one_of("auto", "gpu", "host", "nvme"),
         "where the inputs of layers wait for backward; auto: on the GPU unless that room takes in more layers",
     )
     kernels: str | tuple[str, ...] = _key(

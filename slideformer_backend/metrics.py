@@ -54,6 +54,11 @@ _CAUSES = (
         " copies faster where memory may be locked",
     ),
     (
+        ("boundary stored",),
+        "moving activations off the GPU",
+        "activations: gpu keeps them there if memory allows; of nvme and host, host is the faster one",
+    ),
+    (
         ("boundary",),
         "bringing activations back to the GPU",
         "activations: gpu keeps them there if memory allows; a larger gpu_memory makes room",

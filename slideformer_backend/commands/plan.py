@@ -89,7 +89,7 @@ def _run(options: argparse.Namespace) -> int:
     wishes = wishes_of(options)
     plan = make_plan(request_of(options, wishes))
     if options.yaml:
-        text = configuration(plan, wishes)
+        text = configuration(plan, wishes, options.nvme_path)
         if options.yaml == "-":
             print(text, end="")
         else:
@@ -235,8 +235,8 @@ def _machine(options: argparse.Namespace) -> Machine:
     return machine.with_rates(ASSUMED, "assumed") if machine.has_gpu else machine
 
 
-def configuration(plan: Plan, wishes: Wishes) -> str:
-    """A configuration file for ``accelerate launch`` that asks for this plan.
+def configuration(plan: Plan, wishes: Wishes, nvme_path: str | None = None) -> str:
+    """A configuration file for ``accelerate launch`` that asks for this plan, with spill files in ``nvme_path``.
 
     Raises:
         ConfigError: it does not fit, or needs what this version cannot do.
@@ -255,6 +255,8 @@ def configuration(plan: Plan, wishes: Wishes) -> str:
     section |= wishes.later
     if plan.terms.spilled:
         section.setdefault("optimizer_states", "nvme" if plan.spill and not plan.spill.host else "auto")
+    if plan.nvme and nvme_path:
+        section.setdefault("nvme_path", nvme_path)
     missing = sorted(section.keys() - built)
     if missing:
         raise ConfigError(

@@ -43,8 +43,8 @@ def contents(plan: Plan) -> dict[str, dict[str, int]]:
         "gradients": first.host_gradients,
         "activations": plan.host_activations,
     }
-    if first.nvme_states:
-        tiers["NVMe"] = {"states": first.nvme_states}
+    if plan.nvme:
+        tiers["NVMe"] = {"states": first.nvme_states, "activations": plan.nvme_activations}
     return tiers
 
 
@@ -105,6 +105,7 @@ def to_mapping(plan: Plan, name: str) -> dict[str, object]:
             "resident_units": sorted(terms.resident),
             "units_without_recompute": sorted(plan.kept),
             "units_on_nvme": sorted(terms.spilled),
+            "inputs_on_nvme": plan.nvme_activations > 0,
         },
         "step": None
         if time is None
@@ -191,6 +192,11 @@ def _notes(plan: Plan) -> list[str]:
             f"Optimizer states of {len(terms.spilled)} of {len(parts.sliding) + len(parts.edges)} units are on NVMe,"
             f" {terms.staged} of them in host memory at once."
             + ("" if is_built("optimizer_states", "nvme_path") else " This version cannot do that yet.")
+        )
+    if plan.nvme_activations:
+        notes.append(
+            f"Inputs of layers wait on NVMe: {gib(plan.nvme_activations)} are written in each forward and read in its"
+            f" backward, through {gib(plan.host_activations)} of host memory."
         )
     if terms.prefetch < 2 and plan.request.choices.prefetch is None:
         notes.append(f"Units are fetched {terms.prefetch} ahead, since GPU memory is short.")

@@ -20,7 +20,6 @@ from .admission import Admission
 from .arithmetic import Arithmetic
 from .backward import Backward, Visit
 from .binding import Binding
-from .boundaries import Boundaries
 from .build import build_units, checked_parts, frozen_overlaps
 from .custody import release_parameters, salvage, take_parameters
 from .device_units import DeviceUnits
@@ -36,7 +35,7 @@ from .report import EngineReport, allocated_bytes, make_report
 from .residency import Residency
 from .schedule import Phase, Schedule
 from .spill import Spill
-from .spilling import begin_spill, check_nvme, open_tier, refuse_whole
+from .spilling import begin_spill, check_nvme, open_boundaries, open_tier, refuse_whole
 from .states import LOW, MASTER, allocate_states, load_states, master_of, moment_of
 from .stepper import Stepper
 from .unit import ParamRecord, Unit, Weights, Where
@@ -71,14 +70,15 @@ class Engine:
         tier = open_tier(config, terms)
         self.model = model
         self.config = config
-        self._switch_interval = sys.getswitchinterval()
-        sys.setswitchinterval(min(self._switch_interval, SWITCH_INTERVAL))
         self.last_microbatch: Callable[[], bool] = lambda: True
         self.backend = backend_for(device, monitor)
         self.device = self.backend.device
         self.backend.record(Recorder(self.device, config.trace) if config.trace is not None else None)
         pin = self.device.type == "cuda" if config.pin_memory == "auto" else config.pin_memory
         self.memory = HostMemory(pin=pin and self.device.type == "cuda")
+        self.boundaries = open_boundaries(config, self.backend, self.memory)
+        self._switch_interval = sys.getswitchinterval()
+        sys.setswitchinterval(min(self._switch_interval, SWITCH_INTERVAL))
         self.units = build_units(parts, self.device, model, self.memory)
         self.sliding = [unit for unit in self.units if not unit.is_resident]
         threads = default_threads() if config.cpu_threads == "auto" else config.cpu_threads
@@ -93,7 +93,6 @@ class Engine:
         edges = [unit for unit in self.units if unit.is_resident]
         device_units = DeviceUnits(norms, in_place=policy is Immediate)
         self.edges = Edges(self.backend, edges, self.policy, device_units)
-        self.boundaries = Boundaries(self.backend, self.memory, is_on=config.activations == "host")
         self.residency = Residency(config, self.backend, self.window, self.policy, self.memory)
         self.residency.start_edges(edges)
         begin_spill(self.spill, self.units, terms, tier)
@@ -266,6 +265,7 @@ class Engine:
         sys.setswitchinterval(self._switch_interval)
         self.backend.close()
         self.workers.close()
+        self.boundaries.abandon()
         self.spill.close()
 
     # -- what the driver calls -------------------------------------------------------------------------------------
@@ -331,7 +331,7 @@ class Engine:
         if not all(self.residency.can_move(unit) for unit in self.sliding):
             return  # gradients are being accumulated: after the next step
         placement = self.residency.decide(self.sliding, self.boundaries, self._usual_count)
-        chosen, self.boundaries.is_on = set(placement.resident), placement.activations == "host"
+        chosen, self.boundaries.is_on = set(placement.resident), placement.activations != "gpu"
         for unit in [unit for unit in self.sliding if unit.index in chosen]:
             self.move_to_device(unit)
         self.window.grow(self.sliding, placement.slots)

@@ -13,8 +13,9 @@ from torch import nn
 from ..errors import UnsupportedError
 from .arguments import Arguments
 from .backward import PostBackward, Visit
-from .boundaries import Boundaries, Boundary
+from .boundaries import Boundaries
 from .effects import Effects
+from .shelf import Boundary
 
 
 @contextlib.contextmanager
@@ -90,6 +91,7 @@ class Runner:
         """
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             self._kept = None
+            boundaries.give_way()
             return self._args
         found = boundaries.find(self._args)
         if found is not None:

@@ -29,6 +29,7 @@ class EngineReport:
         busy: seconds each lane has worked (copy lanes of a GPU: their streams).
         spilled_bytes: states that wait in files.
         tier: settings in effect of the tier those files are in; empty without.
+        inputs: the same of the tier where inputs of units wait, how they travel, and bytes of their files.
     """
 
     parameters: int
@@ -41,6 +42,7 @@ class EngineReport:
     skipped: int
     spilled_bytes: int = 0
     tier: dict[str, object] = field(default_factory=dict)
+    inputs: dict[str, object] = field(default_factory=dict)
     waits: dict[str, float] = field(default_factory=dict)
     stalls: dict[str, float] = field(default_factory=dict)
     busy: dict[str, float] = field(default_factory=dict)
@@ -70,6 +72,7 @@ def make_report(engine: Engine) -> EngineReport:
         skipped=engine.stepper.skipped,
         spilled_bytes=engine.spill.nbytes,
         tier=engine.spill.tier.describe() if engine.spill.tier is not None else {},
+        inputs=engine.boundaries.shelf.describe(),
         waits=dict(engine.backend.waited),
         stalls=engine.backend.stalls(),
         busy=engine.backend.busy(),

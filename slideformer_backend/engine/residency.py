@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 
 from ..config import SlideFormerConfig
+from ..errors import StorageError
 from ..plan.host_budget import probe_host_budget
 from ..plan.ledger import resident_bytes
+from ..plan.machine import free_space
 from ..plan.placement import Placement, Steps, UnitCost, edges_may_update_on_device, place, spare_device_bytes
 from ..storage import HostMemory
 from ..transfer import Backend
 from .boundaries import Boundaries
+from .file_shelf import FileShelf
 from .policy import UpdatePolicy
 from .spill import Spill
+from .spilling import open_shelf
 from .states import master_of
 from .unit import ParamRecord, Unit, Where
 from .window import Window
 
 logger = logging.getLogger(__name__)
 
+Away = Literal["host", "nvme"]
 OBSERVED_STEPS = 2
 """Steps measured before units move."""
 
@@ -47,6 +55,8 @@ class Residency:
         self._policy = policy
         self._memory = memory
         self._steps = 0
+        self._stepped = -math.inf
+        self._step_seconds = math.inf
         self._peak = 0
         self._activations: dict[int, int] = {}
 
@@ -93,6 +103,8 @@ class Residency:
     def after_step(self) -> None:
         """Count a step and note the peak so far."""
         self._steps += 1
+        now = time.perf_counter()
+        self._step_seconds, self._stepped = min(self._step_seconds, now - self._stepped), now
         if self._backend.device.type == "cuda":
             self._peak = max(self._peak, torch.cuda.max_memory_allocated(self._backend.device))
 
@@ -106,18 +118,43 @@ class Residency:
         costs = [UnitCost(u.index, _resident_bytes(u), self._activations.get(u.index, 0), slot(u)) for u in sliding]
         spare = spare_device_bytes(budget, self._peak)
         leaving = boundaries.freeable(len(costs))
-        if leaving > self._host_room() // 2:
-            leaving = 0  # the host has no room for them
-        self.placement = place(
-            costs,
-            spare,
-            recompute=self._config.recompute,
-            activations=self._config.activations,
-            boundaries=leaving,
-            steps=Steps(micro_batches, max(map(self._window.weight_slots, sliding), default=0)),
-        )
+        away: Away = "host" if leaving <= self._host_room() // 2 else "nvme"
+        keeps, where = self._config.recompute, self._config.activations
+        steps = Steps(micro_batches, max(map(self._window.weight_slots, sliding), default=0))
+
+        def placed(leaving: int) -> Placement:
+            return place(
+                costs, spare, recompute=keeps, activations=where, boundaries=leaving, steps=steps, away=away
+            )  # fmt: skip
+
+        self.placement = placed(leaving)
+        if away == "nvme" and self.placement.activations == "nvme" and not boundaries.is_on:
+            shelf = self._files_for(leaving, micro_batches)
+            if shelf is not None:
+                boundaries.use(shelf)
+            else:
+                self.placement = placed(0)  # neither the host nor a disk has room for them
         logger.info("SlideFormer: %s", self.placement.reason)
         return self.placement
+
+    def _files_for(self, leaving: int, micro_batches: int) -> FileShelf | None:
+        """Files for ``leaving`` bytes of inputs per forward, if the disk has room for them and carries them out and
+        back in half the time of a step, as measured so far."""
+        path = self._config.nvme_path
+        if path is None or not leaving or free_space(path) < 2 * leaving:
+            return None
+        shelf = None
+        try:
+            shelf = open_shelf(self._config, self._backend, self._memory)
+            seconds = shelf.seconds(leaving) * micro_batches
+        except StorageError as error:
+            logger.warning("SlideFormer: inputs of units stay on the device: %s", error)
+            seconds = math.inf
+        if shelf is not None and seconds > self._step_seconds / 2:
+            logger.info("SlideFormer: inputs of units stay: NVMe would take %.2f s of a step for them.", seconds)
+            shelf.abandon()
+            shelf = None
+        return shelf
 
     def _host_room(self) -> int:
         """Host bytes that are still free, within ``host_memory``."""

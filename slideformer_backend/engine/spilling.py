@@ -1,17 +1,24 @@
-"""Which units of an engine spill their states, and where to."""
+"""What of an engine goes to NVMe: states of which units, inputs of layers; and where to."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from ..config import SlideFormerConfig
-from ..errors import ConfigError, UnsupportedError
+from ..errors import ConfigError, StateError, UnsupportedError
 from ..plan.ledger import Terms
-from ..storage import PosixTier, SpillDirectory, System
+from ..storage import HostMemory, PosixTier, SpillDirectory, System
+from ..storage.kvikio_tier import direct_tier
 from ..storage.spill import check_parent, reclaim
+from ..transfer import Backend
 from .binding import Binding
+from .boundaries import Boundaries
+from .file_shelf import DirectShelf, FileShelf, StagedShelf
 from .spill import Spill
 from .unit import ParamRecord, Unit
+
+logger = logging.getLogger(__name__)
 
 
 def check_nvme(config: SlideFormerConfig) -> None:
@@ -31,8 +38,10 @@ def check_nvme(config: SlideFormerConfig) -> None:
             found="no nvme_path",
             remedy="set nvme_path: /a/folder/on/the/nvme/disk, or remove nvme_fraction",
         )
-    elif config.optimizer_states == "nvme":
-        raise ConfigError("optimizer_states: nvme needs a folder.", remedy="set nvme_path: /a/folder/on/the/nvme/disk")
+    else:
+        for key in ("optimizer_states", "activations"):
+            if getattr(config, key) == "nvme":
+                raise ConfigError(f"{key}: nvme needs a folder.", remedy="set nvme_path: /a/folder/on/the/nvme/disk")
 
 
 def open_tier(config: SlideFormerConfig, terms: Terms) -> PosixTier | None:
@@ -48,6 +57,43 @@ def open_tier(config: SlideFormerConfig, terms: Terms) -> PosixTier | None:
     directory = SpillDirectory(config.nvme_path)
     try:
         return PosixTier(directory, less=_less(config))
+    except BaseException:
+        directory.close()
+        raise
+
+
+def open_boundaries(config: SlideFormerConfig, backend: Backend, memory: HostMemory) -> Boundaries:
+    """What moves inputs of layers where the configuration sends them.
+
+    Raises:
+        ConfigError, StorageError: the folder cannot be used.
+    """
+    boundaries = Boundaries(backend, memory, is_on=config.activations == "host")
+    if config.activations == "nvme":
+        boundaries.use(open_shelf(config, backend, memory))
+    return boundaries
+
+
+def open_shelf(config: SlideFormerConfig, backend: Backend, memory: HostMemory) -> FileShelf:
+    """Files for inputs of layers, in a spill directory of their own below ``nvme_path``: straight from the GPU with
+    GPUDirect Storage, else through host memory and plain system calls.
+
+    Raises:
+        ConfigError, StorageError: the folder cannot be used; nothing is left behind.
+    """
+    if config.nvme_path is None:
+        raise StateError("inputs of layers have no folder to go to")
+    less = "set activations: host or gpu, or train with smaller micro-batches"
+    directory = SpillDirectory(config.nvme_path)
+    try:
+        direct = direct_tier(directory, less=less) if backend.device.type == "cuda" else None
+        shelf: FileShelf
+        if direct is not None:
+            shelf = DirectShelf(backend, direct, directory.close)
+        else:
+            shelf = StagedShelf(backend, PosixTier(directory, less=less), directory.close, memory)
+        logger.info("SlideFormer: inputs of layers may go to files in %s, %s.", directory.path, shelf.way)
+        return shelf
     except BaseException:
         directory.close()
         raise

@@ -20,6 +20,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .partition import Part
 
+KEPT_INPUTS = 2
+"""Newest inputs of units that stay on the device where the others leave: their backward comes first."""
+STAGED_INPUTS = 4
+"""Inputs that pass through host memory on their way to or from files: one is filled by a copy and one written, or read
+and emptied; two more, so that neither waits for the other to end."""
+
 
 class UnitActivity(NamedTuple):
     """One forward and backward of a unit at one batch.

@@ -26,6 +26,10 @@ def spare_device_bytes(budget: int, peak: int) -> int:
     return budget - peak - MARGIN - budget // 50
 
 
+Where = Literal["gpu", "host", "nvme"]
+"""Where inputs of units wait for the backward."""
+
+
 class UnitCost(NamedTuple):
     """What moving one sliding unit to the device takes, in bytes.
 
@@ -52,7 +56,7 @@ class Placement(NamedTuple):
 
     resident: tuple[int, ...]
     kept_activations: tuple[int, ...]
-    activations: Literal["gpu", "host"]
+    activations: Where
     slots: int
     reason: str
 
@@ -62,15 +66,16 @@ def place(
     spare_bytes: int,
     *,
     recompute: Literal["auto", "always"] = "auto",
-    activations: Literal["auto", "gpu", "host"] = "auto",
+    activations: Where | Literal["auto"] = "auto",
     boundaries: int = 0,
     steps: Steps = Steps(),  # noqa: B008  # immutable
+    away: Where = "host",
 ) -> Placement:
     """Fill ``spare_bytes`` of device memory.
 
-    Inputs of units leave for host memory, which frees ``boundaries`` bytes, when that takes in more units: a unit on
-    the device saves its transfers and its update on the host in every step, a boundary costs one transfer each way
-    beside compute that takes several times as long.
+    Inputs of units leave, for host memory or where else ``away`` says, which frees ``boundaries`` bytes, when that
+    takes in more units: a unit on the device saves its transfers and its update on the host in every step, a boundary
+    costs one transfer each way beside compute that takes several times as long.
 
     First units from the front: theirs are the updates exposed at the tail of a step, and each one moved takes its
     transfers and its share of the host's update away. What is left becomes weight slots: weights that stay in one are
@@ -82,12 +87,12 @@ def place(
     with small ones, skipping that comes next.
     """
     if activations != "auto":
-        where: Literal["gpu", "host"] = activations
+        where: Where = activations
     else:
         near, far = (_fill(units, spare_bytes + more, recompute, steps) for more in (0, boundaries))
         gains = far[:2] > near[:2] and (far.moved > near.moved or steps.micro_batches > 1)
-        where = "host" if gains else "gpu"
-    if where == "host":
+        where = away if gains else "gpu"
+    if where != "gpu":
         spare_bytes += boundaries
     filled = _fill(units, spare_bytes, recompute, steps)
     resident = [cost.unit for cost in units[: filled.moved]]
@@ -98,8 +103,8 @@ def place(
         f" {len(resident)} of {len(units)} units now live on the device with their states and updates"
         f" ({_gib(moved)} GiB)"
     )
-    if where == "host":
-        reason += ", inputs of units wait for the backward in host memory"
+    if where != "gpu":
+        reason += f", inputs of units wait for the backward {'in host memory' if where == 'host' else 'on NVMe'}"
     if filled.slots:
         reason += f", {filled.slots} more weight slots let weights stay until they change"
     if kept:

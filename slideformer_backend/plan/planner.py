@@ -8,12 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ..config import SlideFormerConfig
-from .activations import UnitActivity
+from .activations import KEPT_INPUTS, STAGED_INPUTS, UnitActivity
 from .layout import size_classes
-from .ledger import LEAST_SPARES, Ledger, Terms, Update, ledger_of, resident_bytes, spillable_bytes, usual_spares
+from .ledger import (
+    FILE_BLOCK,
+    LEAST_SPARES,
+    Ledger,
+    Terms,
+    Update,
+    ledger_of,
+    resident_bytes,
+    spillable_bytes,
+    usual_spares,
+)
 from .machine import Machine
 from .partition import Partition
 from .placement import Steps, UnitCost, edges_may_update_on_device, place, spare_device_bytes
@@ -130,7 +140,8 @@ class Plan:
         ledger: what weights, states and gradients take once units have moved to the device.
         first: the same before, in the first steps: host memory peaks then.
         activations: of the device at the worst moment: activations, head and loss, gradients of resident units.
-        host_activations: boundaries of units in host memory.
+        host_activations: boundaries of units in host memory, or on their way through it.
+        nvme_activations: boundaries of units in files.
         kept: units that skip recompute.
         spill: states on NVMe, if any.
         time: of a step, where the machine's rates and the batch are known.
@@ -142,6 +153,7 @@ class Plan:
     first: Ledger
     activations: int
     host_activations: int
+    nvme_activations: int
     kept: frozenset[int]
     spill: Spill | None
     time: StepTime | None
@@ -157,14 +169,18 @@ class Plan:
         return self.first.host + self.host_activations
 
     @property
+    def nvme(self) -> int:
+        """Predicted bytes in files."""
+        return self.first.nvme_states + self.nvme_activations
+
+    @property
     def shortages(self) -> dict[str, int]:
         """Bytes that lack, by tier ("gpu", "host", "nvme"); empty when the plan fits."""
         request = self.request
         found = {"host": self.host - request.host_budget}
         if request.machine.has_gpu:
             found["gpu"] = self.device - request.gpu_budget
-        if self.spill is not None:
-            found["nvme"] = self.spill.nvme_missing
+        found["nvme"] = self.nvme - request.machine.nvme_free if self.nvme else 0
         return {tier: missing for tier, missing in found.items() if missing > 0}
 
     @property
@@ -187,36 +203,49 @@ def make_plan(request: Request) -> Plan:
     kept: frozenset[int] = frozenset()
     if request.machine.has_gpu and request.load is not None:
         terms, kept = _with_residents(request, terms)
-    on_device, on_host = activation_bytes(request, terms.resident, kept)
+    activations = activation_bytes(request, terms.resident, kept)
     return Plan(
         request=request,
         terms=terms,
         ledger=ledger_of(request.parts, terms),
         first=ledger_of(request.parts, before),
-        activations=on_device,
-        host_activations=on_host,
+        activations=activations.device,
+        host_activations=activations.host,
+        nvme_activations=activations.nvme,
         kept=kept,
         spill=spill,
         time=_time(request, terms, kept),
     )
 
 
+class Activations(NamedTuple):
+    """Bytes of activations by tier."""
+
+    device: int
+    host: int
+    nvme: int
+
+
 def activation_bytes(
     request: Request, resident: frozenset[int] = frozenset(), kept: frozenset[int] = frozenset()
-) -> tuple[int, int]:
-    """Device and host bytes of activations, and of gradients of ``resident`` units, at the worst moment.
+) -> Activations:
+    """Bytes of activations, and on the device of gradients of ``resident`` units, at the worst moment.
 
     Moments are the loss, and the backward of each unit: inputs of the units before it still wait, ``kept`` ones of them
     with all they saved, and gradients of resident units after it are there.
     """
     activity, load = request.activity, request.load
     if not activity or load is None:
-        return 0, 0
+        return Activations(0, 0, 0)
     largest = max(unit.boundary for unit in activity)
     waiting = [unit.boundary for unit in activity]
-    on_host = 0
+    on_host = on_nvme = 0
+    if request.choices.activations == "nvme":
+        sizes = [-(-size // FILE_BLOCK) * FILE_BLOCK for size in waiting[:-KEPT_INPUTS]]
+        on_host, on_nvme = largest * min(STAGED_INPUTS, len(sizes)), sum(sizes)
+    elif request.choices.activations == "host":
+        on_host = sum(waiting)
     if request.choices.activations in ("host", "nvme"):
-        on_host = sum(waiting) if request.choices.activations == "host" else 4 * largest
         waiting = [0] * len(waiting)
     waiting = [size + (activity[number].saved if number in kept else 0) for number, size in enumerate(waiting)]
     gradients = [
@@ -234,7 +263,7 @@ def activation_bytes(
         worst = max(worst, sum(waiting) + head_bytes(request) + done)  # gradients of the micro-batch before stay
     # Beside all that: the gradient of the residual stream and what the final norm keeps; elsewhere than on the device,
     # boundaries pass through it, one used, one arriving.
-    return max(worst, done) + (4 if on_host else 2) * largest, on_host
+    return Activations(max(worst, done) + (4 if on_host else 2) * largest, on_host, on_nvme)
 
 
 def head_bytes(request: Request) -> int:
@@ -272,7 +301,7 @@ def _with_device_choices(request: Request) -> Terms:
     if not request.machine.has_gpu:
         return terms
     # A batch that is not known yet gets its share; what it leaves free takes in units later.
-    activations = activation_bytes(request)[0] if request.load is not None else budget // UNKNOWN_BATCH_SHARE
+    activations = activation_bytes(request).device if request.load is not None else budget // UNKNOWN_BATCH_SHARE
     depths = (2, 1, 0) if choices.prefetch is None else (choices.prefetch,)
     for on_device in sorted({is_on_device, False}, reverse=True):
         for depth in depths:
@@ -285,7 +314,8 @@ def _with_device_choices(request: Request) -> Terms:
 def _with_host_choices(request: Request, terms: Terms) -> tuple[Terms, Spill | None]:
     """Fewer gradient buffers in flight where memory is short; states on NVMe where it is not enough, or if asked."""
     choices, parts = request.choices, request.parts
-    budget = request.host_budget - activation_bytes(request)[1]
+    activations = activation_bytes(request)
+    budget = request.host_budget - activations.host
     if choices.optimizer_states != "nvme" and ledger_of(parts, terms).host <= budget:
         return terms, None
     may_spill = choices.optimizer_states == "nvme" or (
@@ -298,7 +328,7 @@ def _with_host_choices(request: Request, terms: Terms) -> tuple[Terms, Spill | N
         return fewer, None
     sizes = [spillable_bytes(part, terms) for part in parts.sliding]
     edges = [] if terms.edges_update_on_device else [spillable_bytes(part, terms) for part in parts.edges]
-    nvme = request.machine.nvme_free
+    nvme = max(0, request.machine.nvme_free - activations.nvme)
     for candidate in (terms, fewer):
         left = budget - (ledger_of(parts, candidate).host - sum(sizes) - sum(edges))
         if choices.nvme_fraction is not None:
@@ -317,7 +347,7 @@ def _with_host_choices(request: Request, terms: Terms) -> tuple[Terms, Spill | N
 
 def _with_residents(request: Request, terms: Terms) -> tuple[Terms, frozenset[int]]:
     """Units that move to the device after the first steps, as the engine does it."""
-    peak = ledger_of(request.parts, terms).device + activation_bytes(request)[0]
+    peak = ledger_of(request.parts, terms).device + activation_bytes(request).device
     costs = _costs(request)
     placed = place(
         costs,
@@ -343,5 +373,14 @@ def _costs(request: Request) -> Sequence[UnitCost]:
 def _time(request: Request, terms: Terms, kept: frozenset[int]) -> StepTime | None:
     if request.load is None or not request.activity:
         return None
-    work = Work(request.load.tokens, request.load.accumulate, head_operations(request), kept)
+    leaving = request.choices.activations in ("host", "nvme")
+    inputs = sum(unit.boundary for unit in request.activity[:-KEPT_INPUTS]) if leaving else 0
+    work = Work(
+        request.load.tokens,
+        request.load.accumulate,
+        head_operations(request),
+        kept,
+        leaving=inputs,
+        filed=inputs if request.choices.activations == "nvme" else 0,
+    )
     return step_time(request.parts, request.activity, terms, work, request.machine.rates)

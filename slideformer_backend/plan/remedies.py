@@ -65,8 +65,8 @@ def _fits(change: Change) -> bool:
     return not make_plan(change.request).shortages
 
 
-def _fits_gpu(request: Request) -> bool:
-    return "gpu" not in make_plan(request).shortages
+def _holds(tier: str, request: Request) -> bool:
+    return tier not in make_plan(request).shortages
 
 
 def is_built(*names: str) -> bool:
@@ -84,9 +84,13 @@ def _settings(plan: Plan) -> Iterator[Change]:
             yield _with(request, "lazy_logits", True, "fuse the head with the loss (lazy_logits: true)")
         if choices.activations in ("auto", "gpu") and request.activity:
             yield _with(request, "activations", "host", "keep the inputs of units in host memory (activations: host)")
+            if request.machine.nvme_free:
+                yield _with(request, "activations", "nvme", "keep the inputs of units on NVMe (activations: nvme)")
         if choices.prefetch not in (None, 0):
             yield _with(request, "prefetch", 0, "fetch no units ahead (prefetch: 0)", value=0)
     if "host" in short:
+        if choices.activations == "host" and request.activity and request.machine.nvme_free:
+            yield _with(request, "activations", "nvme", "keep the inputs of units on NVMe (activations: nvme)")
         if choices.update == "exact":
             text = "update during backward (update: immediate, which cannot clip by norm)"
             yield _with(request, "update", "immediate", text)
@@ -102,7 +106,12 @@ def _settings(plan: Plan) -> Iterator[Change]:
                     is_built=is_built("state_dtype"),
                     request=changed,
                 )
-    if "nvme" in short:
+    if "nvme" in short and plan.nvme_activations:
+        if "gpu" not in short:
+            yield from _batches(request, "nvme")
+        yield _with(request, "activations", "host", "keep the inputs of units in host memory (activations: host)")
+        yield _with(request, "activations", "gpu", "keep the inputs of units on the GPU (activations: gpu)")
+    if "nvme" in short and plan.first.nvme_states:
         yield from _fewer_files(plan)
     for tier, budget in (("gpu", choices.gpu_memory), ("host", choices.host_memory)):
         if tier in short and budget is not None:
@@ -168,8 +177,9 @@ def _cap(request: Request, tier: str, size: int) -> Change:
     )  # fmt: skip
 
 
-def _batches(request: Request) -> Iterator[Change]:
-    """The largest smaller micro-batch that fits, with the tokens of a step kept by accumulation; else shorter ones."""
+def _batches(request: Request, tier: str = "gpu") -> Iterator[Change]:
+    """The largest smaller micro-batch that ``tier`` holds, with the tokens of a step kept by accumulation; else shorter
+    ones."""
     load = request.load
     if load is None:
         return
@@ -178,7 +188,7 @@ def _batches(request: Request) -> Iterator[Change]:
             times = load.sequences // count
             smaller = replace(load, sequences=count, accumulate=load.accumulate * times)
             changed = replace(request, load=smaller, activity=scaled(request.activity, count / load.sequences))
-            if _fits_gpu(changed):
+            if _holds(tier, changed):
                 yield Change(text=f"micro-batches of {count}, {smaller.accumulate} per step", request=changed)
                 return
     length = load.length
@@ -190,7 +200,7 @@ def _batches(request: Request) -> Iterator[Change]:
             load=replace(load, sequences=1, length=length, accumulate=load.accumulate * load.sequences),
             activity=scaled(request.activity, share),
         )
-        if _fits_gpu(changed):
+        if _holds(tier, changed):
             yield Change(text=f"one sequence of {length} tokens per micro-batch", request=changed)
             return
 

@@ -22,12 +22,15 @@ HOST_SHARE = 0.85
 
 class Work(NamedTuple):
     """A step's shape. ``tokens`` per micro-batch, ``micro_batches`` per step, ``head``: operations of head and loss
-    per micro-batch, forward only; ``kept``: numbers of units that skip recompute."""
+    per micro-batch, forward only; ``kept``: numbers of units that skip recompute; ``leaving``: bytes of inputs of units
+    that leave the device in a forward and come back in its backward, ``filed``: those of them that go to files."""
 
     tokens: int
     micro_batches: int
     head: float
     kept: frozenset[int] = frozenset()
+    leaving: int = 0
+    filed: int = 0
 
 
 class StepTime(NamedTuple):
@@ -63,8 +66,11 @@ def step_time(
     amounts = {
         "compute": ((3 * forward + again) * count, rates.get("gemm", 0.0) * GEMM_SHARE),
         # all of it after an update; before each backward and each further forward what is not in its slot any more
-        "h2d": (weights + (2 * count - 1) * (weights - held) + (count - 1) * gradients, rates.get("h2d", 0.0)),
-        "d2h": (count * gradients, rates.get("d2h", 0.0)),
+        "h2d": (
+            weights + (2 * count - 1) * (weights - held) + (count - 1) * gradients + count * work.leaving,
+            rates.get("h2d", 0.0),
+        ),
+        "d2h": (count * (gradients + work.leaving), rates.get("d2h", 0.0)),
         "host": (sum(update_bytes(part, terms) for part in on_host), rates.get("host", 0.0) * HOST_SHARE),
     }
     resources: dict[str, float] = {}
@@ -72,12 +78,14 @@ def step_time(
         if amount and not rate:
             return None
         resources[name] = amount / rate if amount else 0.0
-    if states:
+    out = back = 0.0
+    if states or work.filed:
         if not rates.get("nvme_read") or not rates.get("nvme_write"):
             return None
         # one drive serves both directions in turn
-        resources["nvme"] = states / rates["nvme_read"] + states / rates["nvme_write"]
-    return _combine(resources, forward, again, sliding, work, terms)
+        out, back = work.filed / rates["nvme_write"], work.filed / rates["nvme_read"]
+        resources["nvme"] = states / rates["nvme_read"] + states / rates["nvme_write"] + count * (out + back)
+    return _combine(resources, forward, again, sliding, work, terms, (out, back))
 
 
 def update_bytes(part: Part, terms: Terms) -> int:
@@ -97,8 +105,15 @@ def update_bytes(part: Part, terms: Terms) -> int:
 
 
 def _combine(
-    resources: dict[str, float], forward: float, again: float, sliding: Sequence[Part], work: Work, terms: Terms
+    resources: dict[str, float],
+    forward: float,
+    again: float,
+    sliding: Sequence[Part],
+    work: Work,
+    terms: Terms,
+    inputs: tuple[float, float],
 ) -> StepTime:
+    """``inputs``: seconds in which inputs of units of a micro-batch are written, and read."""
     count = work.micro_batches
     compute = resources["compute"]
     one_forward = compute / count * forward / (3 * forward + again) if forward else 0.0
@@ -107,6 +122,9 @@ def _combine(
         **resources,
         "host": compute * (count - 1) / count + one_forward + resources["host"] if resources["host"] else 0.0,
     }
+    if work.filed:  # written beside the forward only, and read beside the backward only
+        phases = max(one_forward, inputs[0]) + max(compute / count - one_forward, inputs[1])
+        chains["nvme"] = max(resources["nvme"], count * phases)
     bottleneck = max(chains, key=lambda name: chains[name])
     # The first unit's gradient comes last and its weights are needed first; nothing overlaps that but units ahead.
     exposed = 0.0 if 0 in terms.resident or not sliding else 1.0 / len(sliding)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..errors import PlanError
+from .activations import STAGED_INPUTS
 from .ledger import Ledger
 from .planner import Plan
 from .remedies import gib, smallest_changes
@@ -27,17 +28,30 @@ def paragraph(plan: Plan) -> str:
         )
     held = host_parts(ledger, ledger.host_gradients, plan.host_activations)
     sentences.append(f"Host: {gib(plan.host)} ({held}), of {gib(request.host_budget)} ({_host_limit(plan)}).")
-    if terms.spilled:
-        sentences.append(
-            f"NVMe: {gib(ledger.nvme_states)}, the states of {len(terms.spilled)} units, since host memory holds no"
-            " more."
-        )
+    if plan.nvme or request.choices.activations == "nvme":
+        sentences.append(f"NVMe: {_files(plan)}.")
     if plan.time is not None:
         sentences.append(
             f"A step should take {plan.time.total:.2f} s ({plan.time.tokens_per_second:,.0f} tokens/s); the limit is"
             f" {plan.time.bottleneck}."
         )
     return " ".join(sentences)
+
+
+def _files(plan: Plan) -> str:
+    """What is in files."""
+    what = []
+    if plan.terms.spilled:
+        count = len(plan.terms.spilled)
+        what.append(f"{gib(plan.first.nvme_states)}, the states of {count} units, since host memory holds no more")
+    if plan.nvme_activations:
+        what.append(f"{gib(plan.nvme_activations)}, inputs of layers until their backward (activations: nvme)")
+    elif plan.request.choices.activations == "nvme":
+        what.append(
+            "inputs of layers until their backward, as many bytes as the batch decides; host memory holds at most"
+            f" {STAGED_INPUTS} of them on their way"
+        )
+    return "; and ".join(what)
 
 
 def host_parts(ledger: Ledger, gradients: int, activations: int = 0) -> str:
@@ -55,7 +69,7 @@ def host_parts(ledger: Ledger, gradients: int, activations: int = 0) -> str:
 def shortage(plan: Plan) -> str:
     """What lacks, in numbers."""
     request = plan.request
-    needs = {"gpu": plan.device, "host": plan.host, "nvme": plan.first.nvme_states}
+    needs = {"gpu": plan.device, "host": plan.host, "nvme": plan.nvme}
     budgets = {"gpu": request.gpu_budget, "host": request.host_budget, "nvme": request.machine.nvme_free}
     names = {"gpu": "GPU", "host": "host", "nvme": "NVMe"}
     return "; ".join(

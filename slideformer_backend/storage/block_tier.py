@@ -106,6 +106,11 @@ class BlockTier(Tier):
         ]
         return self._start(f"write of {region.name}", pieces, flat)
 
+    def renew(self, region: Region, nbytes: int) -> None:
+        """See ``Tier``. What a write that failed has left is forgotten too."""
+        region.resize(nbytes)
+        _of(region).sums = [None] * -(-nbytes // self.block)
+
     def _spans(self, region: FileRegion, start: int, end: int) -> Iterator[_Span]:
         while start < end:
             first = start - start % self.block

@@ -37,18 +37,24 @@ def block_sums(flat: torch.Tensor, block: int = MOST_BYTES) -> list[Sums]:
     if rest or flat.data_ptr() % 4:
         flat = torch.nn.functional.pad(flat, (0, -rest % 4))
     if flat.device.type != "cpu":
-        return [_on_device(part) for part in flat.split(block)] if flat.numel() else []
+        return _on_device(flat, block)
     words = flat.numpy().view(np.uint32)
     out = np.empty((-(-flat.numel() // block), 2), np.uint64)
     _kernel()(words, block // 4, out)
     return [(plain, weighted) for plain, weighted in out.tolist()]
 
 
-def _on_device(block: torch.Tensor) -> Sums:
-    words = block.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
-    weights = torch.arange(1, 2 * words.numel() + 1, 2, dtype=torch.int64, device=block.device)
-    plain, weighted = torch.stack([words.sum(), (words * weights).sum()]).tolist()
-    return plain % 2**64, weighted % 2**64
+def _on_device(flat: torch.Tensor, block: int) -> list[Sums]:
+    """A few operations on the current stream for all blocks, and one wait for their sums."""
+    if not flat.numel():
+        return []
+    words = flat.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    weights = torch.arange(1, 2 * min(words.numel(), block // 4) + 1, 2, dtype=torch.int64, device=flat.device)
+    found = []
+    for part in words.split(block // 4 * max(1, words.numel() // (block // 4))):  # whole blocks, then what is left
+        blocks = part.view(-1, min(part.numel(), block // 4))
+        found.append(torch.stack([blocks.sum(1), (blocks * weights[: blocks.shape[1]]).sum(1)], 1))
+    return [(plain % 2**64, weighted % 2**64) for plain, weighted in torch.cat(found).tolist()]
 
 
 @functools.cache

@@ -59,6 +59,11 @@ class HostTier(Tier):
         flat = flat_bytes(region, offset, source)
         return self._copies(region, offset, flat, is_read=False)
 
+    def renew(self, region: Region, nbytes: int) -> None:
+        """See ``Tier``."""
+        region.resize(nbytes)
+        _of(region).part(0, nbytes).zero_()
+
     def free(self, region: Region) -> None:
         """See ``Tier``."""
         _of(region).slab = None

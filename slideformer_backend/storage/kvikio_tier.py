@@ -10,6 +10,9 @@ import importlib
 import importlib.util
 import logging
 import os
+import threading
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -21,7 +24,8 @@ from .checksum import block_sums
 from .posix_tier import PosixTier, reserve
 from .spill import SpillDirectory
 from .system import undone, uninterrupted
-from .tier import Region, Tier
+from .ticket import Ticket
+from .tier import Piece, Region, Tier
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +48,7 @@ class KvikioTier(BlockTier):
         task_size: bytes of one of kvikio's tasks.
         block: bytes under one checksum.
         request: bytes of one request.
+        less: what the user can do to have less in files, for the errors of a full disk.
 
     kvikio's settings are the process's: they are put back by ``close``.
 
@@ -62,10 +67,13 @@ class KvikioTier(BlockTier):
         task_size: int = REQUEST,
         block: int = BLOCK,
         request: int = REQUEST,
+        less: str = "",
     ) -> None:
         super().__init__(threads, block=block, request=request)
         self.directory = directory
         self._system = directory.system
+        self._less = less
+        self._streams = threading.local()
         self._kvikio = importlib.import_module("kvikio")
         self._defaults = importlib.import_module("kvikio.defaults")
         wanted = {
@@ -104,7 +112,7 @@ class KvikioTier(BlockTier):
         except OSError as error:
             raise StorageError("Opening", path=region.path, error=error, remedy=REMEDY) from error
         try:
-            reserve(self._system, fd, region.path, nbytes)
+            reserve(self._system, fd, region.path, nbytes, self._less)
             region.handle = self._kvikio.CuFile(region.path, "r+")
         except (OSError, RuntimeError) as error:
             undone(self._system.unlink, region.path, region.path)
@@ -137,6 +145,21 @@ class KvikioTier(BlockTier):
         """See ``Tier``."""
         super().close()
         self._settings.close()
+
+    def _start(self, name: str, pieces: Sequence[Piece], keep: object) -> Ticket:
+        if isinstance(keep, torch.Tensor) and keep.device.type == "cuda":
+            pieces = [partial(self._beside_compute, keep.device, piece) for piece in pieces]
+        return super()._start(name, pieces, keep)
+
+    def _beside_compute(self, device: torch.device, piece: Piece) -> None:
+        """Device work of a piece (checksums) goes to a stream of this thread: on the default one it would wait for all
+        compute that is queued. It is over when the piece is."""
+        if not hasattr(self._streams, "own"):
+            self._streams.own = torch.cuda.Stream(device)
+        stream: torch.cuda.Stream = self._streams.own
+        with torch.cuda.stream(stream):
+            piece()
+        stream.synchronize()
 
     @staticmethod
     def _move(call: str, what: str, region: FileRegion, start: int, flat: torch.Tensor) -> None:
@@ -171,6 +194,26 @@ def file_tier(directory: SpillDirectory, threads: int = 8, *, from_device: bool)
                 str(error).splitlines()[0],
             )
     return PosixTier(directory, threads)
+
+
+def direct_tier(directory: SpillDirectory, threads: int = 8, *, less: str = "") -> KvikioTier | None:
+    """The tier whose transfers go from device memory straight to files (GPUDirect Storage); None, with the reason in
+    the log, where that does not work: kvikio's compatibility mode would go through host memory, as others do better.
+    """
+    if importlib.util.find_spec("kvikio") is None:
+        logger.info("SlideFormer: no GPUDirect Storage: kvikio is not installed (the extra [gds]).")
+        return None
+    try:
+        tier = _tried(KvikioTier(directory, threads, less=less))
+    except (ImportError, OSError, RuntimeError) as error:
+        logger.warning("SlideFormer: no GPUDirect Storage: kvikio cannot be used (%s).", str(error).splitlines()[0])
+        return None
+    found = tier.describe()
+    if found["uses_posix"] or not found["gds_available"]:  # cuFile has a compatibility mode of its own
+        tier.close()
+        logger.info("SlideFormer: no GPUDirect Storage: kvikio finds no driver for it (see `slideformer doctor`).")
+        return None
+    return tier
 
 
 def _tried(tier: KvikioTier) -> KvikioTier:

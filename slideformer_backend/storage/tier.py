@@ -16,10 +16,18 @@ Piece = Callable[[], object]
 
 
 class Region:
-    """A range of bytes in a tier; zeros until it is written. ``nbytes`` is its exact length."""
+    """A range of bytes in a tier; zeros until it is written. ``nbytes`` is its exact length, ``space`` the longest it
+    can have."""
 
     def __init__(self, name: str, nbytes: int) -> None:
         self.name = name
+        self.nbytes = nbytes
+        self.space = nbytes
+
+    def resize(self, nbytes: int) -> None:
+        """See ``Tier.renew``, which also forgets the contents."""
+        if not 0 <= nbytes <= self.space:
+            raise StateError(f"{self.name} cannot hold that.", found=f"{nbytes} bytes", expected=f"0 to {self.space}")
         self.nbytes = nbytes
 
     def __repr__(self) -> str:
@@ -63,6 +71,16 @@ class Tier(abc.ABC):
     @abc.abstractmethod
     def write(self, region: Region, offset: int, source: torch.Tensor) -> Ticket:
         """Put the bytes of ``source`` (contiguous, any dtype) at ``offset``."""
+
+    @abc.abstractmethod
+    def renew(self, region: Region, nbytes: int) -> None:
+        """Forget what ``region`` holds: from now on it is one of ``nbytes``, in the space that it has.
+
+        For data of other lengths that takes its place; none of its operations may be in flight.
+
+        Raises:
+            StateError: ``nbytes`` is more than its space.
+        """
 
     @abc.abstractmethod
     def free(self, region: Region) -> None:

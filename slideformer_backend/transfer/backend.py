@@ -28,6 +28,8 @@ class Backend(Protocol):
         d2h: gradients device -> host, beside h2d (PCIe is full duplex) and compute.
         out: boundary activations device -> host, beside the forward; they do not wait behind gradients.
         back: boundary activations host -> device, ahead of the backward; they do not wait behind weights.
+        file_out: boundary activations to files, beside the copies of ``out`` and whatever ``store`` writes.
+        file_back: boundary activations from files, beside the copies of ``back``.
         norms: sums of squares of arrived gradients, so that a clip does not wait behind queued updates.
         update: optimizer arithmetic on the host, beside the backward of earlier units.
         load: optimizer states from files, beside the updates of other units.
@@ -39,6 +41,8 @@ class Backend(Protocol):
     d2h: Lane
     out: Lane
     back: Lane
+    file_out: Lane
+    file_back: Lane
     norms: Lane
     update: Lane
     load: Lane
@@ -92,6 +96,8 @@ class _BackendBase:
         self.d2h = self._transfers("d2h")
         self.out = self._transfers("out")
         self.back = self._transfers("back")
+        self.file_out = Lane("file_out", monitor=monitor)
+        self.file_back = Lane("file_back", monitor=monitor)
         self.norms = Lane("norms", monitor=monitor)
         self.update = Lane("update", monitor=monitor)
         self.load = Lane("load", monitor=monitor)
@@ -154,7 +160,8 @@ class _BackendBase:
             self.recorder.close()
 
     def _lanes(self) -> tuple[Lane, ...]:
-        return self.h2d, self.d2h, self.out, self.back, self.norms, self.update, self.load, self.store
+        files = self.file_out, self.file_back, self.load, self.store
+        return self.h2d, self.d2h, self.out, self.back, self.norms, self.update, *files
 
     def _observed(self, actor: str, wait_name: str, ticket: Ticket) -> bool:
         return self.monitor is None or self.monitor.wait(actor, wait_name, ticket)

@@ -11,7 +11,7 @@ from torch import nn
 
 from slideformer_backend.api import attach
 from slideformer_backend.config import SlideFormerConfig
-from slideformer_backend.engine import boundaries
+from slideformer_backend.engine import shelf
 from slideformer_backend.plan.placement import UnitCost, place
 from slideformer_backend.storage import HostMemory
 from tests.budgets import tight
@@ -61,12 +61,13 @@ def batches(device, rows=(ROWS, ROWS, 40, 2 * ROWS, ROWS, 1)):
     return [torch.randn(count, WIDTH, generator=generator).to(device) for count in rows]
 
 
-def train(device, activations, *, frozen=False, accumulate=1, update="exact"):
-    model, engine, optimizer = managed(device, activations, update=update)
+def train(device, activations, *, frozen=False, accumulate=1, **config):
+    model, engine, optimizer = managed(device, activations, **config)
     if frozen:
         engine.detach()
         model.embed.requires_grad_(False)
-        engine = attach(model, SlideFormerConfig(activations=activations, gpu_memory=tight(model)), device=device)
+        settings = SlideFormerConfig(activations=activations, gpu_memory=tight(model), **config)
+        engine = attach(model, settings, device=device)
         engine.bind(optimizer)
     torch.manual_seed(7)
     seen = []
@@ -80,7 +81,7 @@ def train(device, activations, *, frozen=False, accumulate=1, update="exact"):
         optimizer.zero_grad()
     engine.settle()
     seen += [parameter.detach().cpu().clone() for parameter in model.parameters()]
-    blocks = engine.boundaries._pool._created
+    blocks = engine.boundaries.shelf.pool._created
     engine.detach()
     return seen, blocks
 
@@ -102,12 +103,12 @@ def test_all_but_the_newest_leave_and_their_memory_is_reused(device):
         optimizer.step()
         optimizer.zero_grad()
     size = ROWS * WIDTH * 4
-    assert engine.boundaries._pool._created == LAYERS - 2
+    assert engine.boundaries.shelf.pool._created == LAYERS - 2
     states = engine.memory.allocated - before
     assert states >= (LAYERS - 2) * size
     model(batches(device, (2 * ROWS,))[0]).sum().backward()  # a longer batch: blocks grow one by one
     engine.settle()
-    assert sorted(block.slab.nbytes for block in engine.boundaries._pool._free) == [2 * size] * (LAYERS - 2)
+    assert sorted(block.room.nbytes for block in engine.boundaries.shelf.pool._free) == [2 * size] * (LAYERS - 2)
     engine.detach()
 
 
@@ -146,7 +147,7 @@ def test_a_scripts_own_hooks_for_saved_tensors_apply(device):
     pack = lambda tensor: packed.append(tensor.shape) or tensor  # noqa: E731
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         model(batches(device)[0]).sum().backward()
-    assert engine.boundaries._pool._created == 0
+    assert engine.boundaries.shelf.pool._created == 0
     engine.detach()
 
 
@@ -167,7 +168,7 @@ def test_resident_units_send_their_inputs_out_too(device):
         optimizer.step()
         optimizer.zero_grad()
     engine.settle()
-    assert len(engine.boundaries._pool._free) == LAYERS - 2
+    assert len(engine.boundaries.shelf.pool._free) == LAYERS - 2
     seen += [parameter.detach().cpu().clone() for parameter in model.parameters()]
     assert all(torch.equal(a, b) for a, b in zip(expected, seen, strict=True))
     engine.detach()
@@ -207,17 +208,18 @@ def test_device_memory_holds_two_boundaries():
 
 def test_a_block_may_come_back_while_one_is_looked_for():
     """The collector may end a boundary at any point."""
-    pool = boundaries.BlockPool(HostMemory(pin=False))
+    memory = HostMemory(pin=False)
+    pool = shelf.BlockPool(lambda number, nbytes: memory.allocate(f"block {number}", nbytes, dma=False))
 
     class Giving:
         @property
         def nbytes(self):
-            pool.give(boundaries.Block(other))
+            pool.give(shelf.Block(other))
             return 8
 
-    other = pool.take(16).slab
-    pool.give(boundaries.Block(Giving()))
-    assert isinstance(pool.take(8).slab, Giving)
+    other = pool.take(16).room
+    pool.give(shelf.Block(Giving()))
+    assert isinstance(pool.take(8).room, Giving)
 
 
 @pytest.mark.gpu

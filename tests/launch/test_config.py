@@ -51,6 +51,7 @@ def test_a_key_whose_part_is_built_is_taken(key):
     [
         ("update", "immediate", "immediate"),
         ("update", "Exact", "exact"),
+        ("activations", "NVMe", "nvme"),
         ("nonfinite", "as_plain", "as_plain"),
         ("nonfinite", "raise", "raise"),
         ("cpu_threads", 3, 3),

@@ -30,6 +30,8 @@ NAMES = {
     "busy_d2h",
     "busy_out",
     "busy_back",
+    "busy_file_out",
+    "busy_file_back",
     "busy_load",
     "busy_store",
     "busy_norms",

@@ -72,6 +72,25 @@ def test_123b_says_what_is_possible(plan):
     assert values["tiers"]["nvme"]["peak"] > 1e12
 
 
+def test_inputs_of_layers_on_nvme_are_shown(plan, tmp_path):
+    file = tmp_path / "slideformer.yaml"
+    machine = ["--gpu-memory", "24GiB", "--host-memory", "200GiB", "--nvme", "1TB"]
+    filed = ["llama-8b", "--batch", 16, *machine, "--set", "activations=nvme"]
+    code, out, _ = plan(*filed)
+    assert code == 0
+    for part in ("NVMe    3.8 GiB", "activations 3.8 GiB", "Inputs of layers wait on NVMe: 3.8 GiB are written"):
+        assert part in out
+    code, out, _ = plan(*filed, "--set", f"nvme_path={tmp_path}", "--json", "--yaml", file)
+    values = json.loads(out)
+    assert values["tiers"]["nvme"]["contents"] == {"states": 0, "activations": 30 * 16 * 1024 * 4096 * 2}
+    assert values["step"]["resources"]["nvme"] > 0
+    assert values["decisions"]["inputs_on_nvme"]
+    config = SlideFormerConfig.from_mapping(yaml.safe_load(file.read_text())["slideformer_config"])
+    assert (config.activations, config.nvme_path) == ("nvme", str(tmp_path))
+    code, out, _ = plan("llama-8b", "--batch", 16, *machine, "--json")
+    assert not json.loads(out)["decisions"]["inputs_on_nvme"]
+
+
 def test_what_does_not_fit_names_changes(plan):
     code, out, _ = plan("llama-8b", "--batch", 32, "--gpu-memory", "12GiB", "--host-memory", "64GiB")
     assert code == 1

@@ -12,6 +12,8 @@ from slideformer_backend.plan.planner import activation_bytes, head_bytes, make_
 from slideformer_backend.plan.remedies import smallest_changes
 from slideformer_backend.plan.words import paragraph
 
+from .conftest import H200
+
 GIB = 1 << 30
 
 
@@ -167,6 +169,88 @@ def test_boundaries_in_host_memory_leave_the_gpu(request_for, machine):
     assert boundaries * 0.85 < gained < boundaries
 
 
+def test_boundaries_on_nvme_leave_gpu_and_host(request_for, machine):
+    on = machine(gpu=40 * GIB, host=200 * GIB, nvme=500 * GIB)
+    plans = {
+        where: make_plan(request_for("llama-8b", 32, on=on, recompute="always", activations=where))
+        for where in ("gpu", "host", "nvme")
+    }
+    activity = plans["gpu"].request.activity
+    largest = max(unit.boundary for unit in activity)
+    filed = plans["nvme"]
+    assert filed.nvme_activations == filed.nvme == sum(unit.boundary for unit in activity[:-2])
+    assert filed.host_activations == 4 * largest
+    assert filed.host == plans["host"].host - plans["host"].host_activations + 4 * largest
+    assert activation_bytes(filed.request).device == activation_bytes(plans["host"].request).device
+    assert plans["gpu"].nvme_activations == plans["host"].nvme_activations == 0
+    assert not filed.shortages
+
+
+def test_the_disk_counts_in_the_time_of_a_step(request_for, machine):
+    """Boundaries are written beside the forward only and read beside the backward only."""
+
+    def plan(rate, **options):
+        rates = {**H200, "nvme_read": rate, "nvme_write": rate}
+        on = machine(gpu=40 * GIB, host=200 * GIB, nvme=500 * GIB, rates=rates)
+        return make_plan(request_for("llama-8b", 32, on=on, recompute="always", **options))
+
+    gpu = plan(6e9, activations="gpu").time
+    fast, slow = plan(100e9, activations="nvme").time, plan(1e9, activations="nvme").time
+    filed = plan(1e9, activations="nvme").nvme_activations
+    assert "nvme" not in gpu.resources
+    assert fast.bottleneck == "compute"
+    assert fast.total == pytest.approx(gpu.total, rel=0.02)
+    assert slow.bottleneck == "nvme"
+    assert slow.resources["nvme"] == pytest.approx(2 * filed / 1e9)
+    assert slow.total >= 2 * filed / 1e9
+    twice = plan(1e9, activations="nvme", accumulate=2).time
+    assert twice.total == pytest.approx(2 * slow.total, rel=0.02)
+    # written in no time but read slowly: the forward hides nothing of it
+    rates = {**H200, "nvme_read": 1e9, "nvme_write": 1e13}
+    lopsided = machine(gpu=40 * GIB, host=200 * GIB, nvme=500 * GIB, rates=rates)
+    found = make_plan(request_for("llama-8b", 32, on=lopsided, recompute="always", activations="nvme")).time
+    assert found.total > filed / 1e9 + 0.9 * gpu.resources["compute"] / 4
+    both = plan(6e9, activations="nvme", optimizer_states="nvme").time
+    states = plan(6e9, activations="host", optimizer_states="nvme").time
+    assert both.resources["nvme"] == pytest.approx(states.resources["nvme"] + 2 * filed / 6e9)
+
+
+def test_what_helps_where_boundaries_do_not_fit(request_for, machine):
+    def changes(**options):
+        plan = make_plan(request_for("llama-8b", 64, 2048, **options))
+        found = smallest_changes(plan)
+        for change in found:
+            assert not make_plan(change.request).shortages, change.text
+        return plan, [change.settings.get("activations") for change in found], [change.text for change in found]
+
+    gpu, host = 60 * GIB, 200 * GIB
+    plan, named, _ = changes(on=machine(gpu=gpu, host=host, nvme=500 * GIB), activations="gpu")
+    assert set(plan.shortages) == {"gpu"}
+    assert {"host", "nvme"} <= set(named)
+    plan, named, _ = changes(on=machine(gpu=gpu, host=host), activations="gpu")
+    assert "nvme" not in named
+    tight = make_plan(request_for("llama-8b", 64, 2048, on=machine(gpu=gpu, host=host), activations="nvme")).host
+    plan, named, _ = changes(on=machine(gpu=gpu, host=tight + GIB, nvme=500 * GIB), activations="host",
+                             optimizer_states="host")  # fmt: skip
+    assert set(plan.shortages) == {"host"}
+    assert "nvme" in named
+    plan, named, texts = changes(on=machine(gpu=gpu, host=host, nvme=10 * GIB), activations="nvme")
+    assert set(plan.shortages) == {"nvme"}
+    assert "host" in named
+    assert any(text.startswith("micro-batches of") for text in texts)
+    assert any("free space for spill files" in text for text in texts)
+
+
+def test_states_get_what_boundaries_leave_of_the_disk(request_for, machine):
+    options = {"activations": "nvme", "optimizer_states": "nvme"}
+    roomy = make_plan(request_for("llama-8b", 32, on=machine(host=200 * GIB, nvme=500 * GIB), **options))
+    assert roomy.nvme == roomy.first.nvme_states + roomy.nvme_activations
+    exact = make_plan(request_for("llama-8b", 32, on=machine(host=200 * GIB, nvme=roomy.nvme), **options))
+    short = make_plan(request_for("llama-8b", 32, on=machine(host=200 * GIB, nvme=roomy.nvme - 1), **options))
+    assert not exact.shortages
+    assert short.shortages == {"nvme": 1}
+
+
 def test_logits_that_are_held_dominate_a_large_vocabulary(request_for):
     lazy, held = request_for("llama-1b", 8), request_for("llama-1b", 8, lazy_logits=False)
     assert head_bytes(held) == 14 * 8 * 1024 * 128256
@@ -195,3 +279,7 @@ def test_the_paragraph_says_what_lives_where(request_for, machine):
                  "tokens/s", "the limit is"):  # fmt: skip
         assert part in text, text
     assert "\n" not in text
+    filed = make_plan(request_for("llama-8b", 8, on=machine(host=200 * GIB, nvme=500 * GIB), activations="nvme"))
+    assert "NVMe: 1.9 GiB, inputs of layers until their backward (activations: nvme)." in paragraph(filed)
+    unknown = dataclasses.replace(filed.request, load=None, activity=())
+    assert "as many bytes as the batch decides; host memory holds at most 4 of them" in paragraph(make_plan(unknown))

@@ -15,6 +15,8 @@ from unittest import mock
 import torch
 
 from slideformer_backend.engine import engine as engine_module
+from slideformer_backend.engine import file_shelf, spilling
+from slideformer_backend.engine.file_shelf import DirectShelf
 from slideformer_backend.engine.residency import Residency
 from slideformer_backend.engine.spilling import begin_spill
 from slideformer_backend.transfer import Monitor
@@ -26,6 +28,7 @@ from .simulation import simulated
 
 SHARED = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 """Where spill files are: memory, since these tests are not about disks."""
+INPUTS = (("host", "staged"), ("gpu", "direct"), ("gpu", "staged"))
 Events = tuple[tuple[str, int], ...]
 
 
@@ -49,6 +52,8 @@ class Setting:
     update: str = "exact"
     rooms: int = 0
     """Units whose optimizer states are in memory at once, the others' are in files; 0: all are in memory."""
+    inputs: str = "gpu"
+    """Where inputs of units wait; in files they are "staged" in host memory, or move "direct" from the device."""
     reads_all: bool = True
     """Whether everything is read before the engine is detached, or only afterwards."""
     start: Start = START
@@ -94,6 +99,7 @@ def random_setting(seed: int, **given: Any) -> Setting:
         "seed": seed,
         "rooms": random.choice((0, 0, 1, 2, 2, 3)),
         "start": random.choice((START, START, *STARTS)),
+        "inputs": INPUTS[seed % 3][seed // 3 % 2],
     }
     return Setting(**{**chosen, **given})
 
@@ -110,10 +116,18 @@ def run(events: Events, setting: Setting, monitor: Monitor | None = None) -> Non
         tempfile.TemporaryDirectory(dir=SHARED) as folder,
         mock.patch.object(engine_module, "begin_spill", partial(_begin_spill, setting.rooms)),
         mock.patch.object(Residency, "spare", 0 if setting.seed % 2 else None),  # units come back to the host, or stay
+        mock.patch.object(spilling, "StagedShelf", _direct if setting.inputs == "direct" else spilling.StagedShelf),
+        mock.patch.object(file_shelf, "STAGES", 2 + 2 * (setting.seed % 2)),
+        mock.patch.object(DirectShelf, "exits", 1 + setting.seed % 2),
     ):
         config = {"nonfinite": setting.nonfinite, "update": setting.update}
         if setting.rooms:
             config |= {"optimizer_states": "nvme", "nvme_path": folder}
+        is_filed = setting.inputs in ("staged", "direct")
+        if is_filed:
+            config |= {"activations": "nvme", "nvme_path": folder}
+        elif setting.inputs == "host":
+            config["activations"] = "host"
         side = EngineSide(*basics, monitor, setting.start, **config)
         try:
             for number, (name, seed) in enumerate(events):
@@ -126,6 +140,12 @@ def run(events: Events, setting: Setting, monitor: Monitor | None = None) -> Non
             side.engine.backend.close()
             side.engine.workers.close()
             side.engine.spill.close()
+            side.engine.boundaries.abandon()
+
+
+def _direct(backend, tier, close, memory) -> DirectShelf:
+    """On the CPU, files hold what is the device's memory there."""
+    return DirectShelf(backend, tier, close)
 
 
 def _begin_spill(rooms, spill, units, terms, tier) -> None:

@@ -115,7 +115,7 @@ class EngineSide(Side):
         )
         self.engine.backward.measures_slots = seed % 2 == 1  # as on a CUDA device
         boundaries = self.engine.boundaries
-        boundaries.is_on, boundaries.least, boundaries.kept = seed % 3 == 0, 0, 1  # two of three leave
+        boundaries.least, boundaries.kept = 0, 1  # two of three leave
         if seed % 5 == 2:  # nothing is recomputed, weights stay in slots
             self.engine.window.grow(self.engine.sliding, len(self.engine.sliding))
             kept = tuple(unit.index for unit in self.engine.sliding)

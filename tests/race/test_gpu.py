@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+import tempfile
 import time
+from unittest import mock
 
 import pytest
 import torch
 
 from slideformer_backend.api import attach
 from slideformer_backend.config import SlideFormerConfig
+from slideformer_backend.engine import spilling
 from slideformer_backend.transfer import Monitor
 from tests.budgets import tight
 
@@ -21,6 +24,8 @@ pytestmark = [
 ]
 CYCLES_PER_MS = 1_500_000
 WIDTH, BLOCKS, STEPS = 256, 6, 4
+FILED = ("file after boundary staged", "load after boundary read")
+"""Waits of inputs that travel to files."""
 
 
 def _delay(engine, lanes: tuple[str, ...], most_ms: float, seed: int) -> None:
@@ -44,7 +49,14 @@ def _delay(engine, lanes: tuple[str, ...], most_ms: float, seed: int) -> None:
         lane.submit = submit
 
 
-def _train(
+def _train(**options) -> list[torch.Tensor]:
+    """Gradients norms, losses and weights of a few steps; see ``_trained``. Files go by way of host memory."""
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(spilling, "direct_tier", return_value=None):
+        return _trained(folder, **options)
+
+
+def _trained(
+    folder: str,
     *,
     kind: str = "bfloat16",
     update: str = "exact",
@@ -55,16 +67,17 @@ def _train(
     stream: torch.cuda.Stream | None = None,
     accumulate: int = 1,
     clip: float | None = None,
-    inputs_leave: bool = False,
+    inputs: str = "gpu",
 ) -> list[torch.Tensor]:
-    """Gradients norms, losses and weights of a few steps."""
     device = torch.device("cuda")
     model: Toy = make_toy(kind, 0, width=WIDTH, blocks=BLOCKS)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-    config = SlideFormerConfig(cpu_threads=2, update=update, prefetch=2, gpu_memory=tight(model))
+    config = SlideFormerConfig(
+        cpu_threads=2, update=update, prefetch=2, gpu_memory=tight(model), activations=inputs, nvme_path=folder
+    )
     engine = attach(model, config, device=device, monitor=monitor)
     engine.bind(optimizer)
-    engine.boundaries.is_on, engine.boundaries.least, engine.boundaries.kept = inputs_leave, 0, 1
+    engine.boundaries.least, engine.boundaries.kept = 0, 1
     _delay(engine, delayed, most_ms, seed=7)
     seen: list[torch.Tensor] = []
     with torch.cuda.stream(stream):
@@ -111,10 +124,14 @@ def test_equal_under_delays(delayed, update):
     assert _same(expected, _train(update=update, delayed=delayed, monitor=_quiet_monitor()))
 
 
-@pytest.mark.parametrize("delayed", [(), ("out",), ("back",), ("out", "back", "h2d", "update")])
-def test_equal_when_inputs_of_units_leave(delayed):
+@pytest.mark.parametrize("inputs", ["host", "nvme"])
+@pytest.mark.parametrize(
+    "delayed",
+    [(), ("out",), ("back",), ("file_out",), ("file_back",), ("out", "back", "file_out", "file_back", "h2d", "update")],
+)
+def test_equal_when_inputs_of_units_leave(delayed, inputs):
     expected = _train(accumulate=2)
-    found = _train(accumulate=2, delayed=delayed, compute_ms=2.0, monitor=_quiet_monitor(), inputs_leave=True)
+    found = _train(accumulate=2, delayed=delayed, compute_ms=2.0, monitor=_quiet_monitor(), inputs=inputs)
     assert _same(expected, found)
 
 
@@ -153,6 +170,8 @@ def test_equal_inside_a_users_stream(clip):
         ("store after compute", (), 20.0),
         ("load after boundary stored", ("out",), 0.0),
         ("compute after boundary stored", ("out",), 0.0),
+        ("file after boundary staged", ("out",), 0.0),
+        ("load after boundary read", ("file_back",), 0.0),
     ],
 )
 def test_a_wait_left_out_is_seen_by_delay(wait, delayed, compute_ms):
@@ -164,7 +183,7 @@ def test_a_wait_left_out_is_seen_by_delay(wait, delayed, compute_ms):
         compute_ms=compute_ms,
         most_ms=30.0,
         monitor=monitor,
-        inputs_leave="boundary" in wait or wait.startswith("store"),
+        inputs="nvme" if wait in FILED else "host" if "boundary" in wait or wait.startswith("store") else "gpu",
     )
     assert wait in monitor.waits_seen
     assert not _same(expected, found)

@@ -6,9 +6,12 @@ from random import Random
 
 from .runner import IMMEDIATE, Events, Setting, random_events, random_setting
 from .sides import START
+from .toy import BLOCKS
 
 MICRO = ("backward", next(seed for seed in range(100) if Random(seed).random() > 0.75))
 """A backward that no step follows, so that nothing is predicted."""
+EXPLODES_LAST = ("explode_backward", next(seed for seed in range(100) if Random(seed).randrange(BLOCKS) == BLOCKS - 1))
+"""A backward that ends behind its first unit."""
 DIRECTED: tuple[tuple[str | tuple[str, int], ...], ...] = (
     (MICRO, "clip_all", "clip_all", "clip_all", "step_all"),
     (MICRO, "zero_none", "zero_none", MICRO, "step_all"),
@@ -62,6 +65,12 @@ def workload() -> list[tuple[Events, Setting]]:
         for name in ("write_weights", "write_edges"):
             events = (("train", seed), (name, seed), ("train", seed + 1))
             made.append((events, random_setting(seed, update="immediate", **roomy)))
+    for seed, inputs in ((1, "staged"), (3, "direct"), (5, "staged"), (9, "direct")):
+        # a backward ends while inputs of units are on their way back to it
+        away = {"inputs": inputs, "optimizers": 1, "eagerness": 0.7, "rooms": 0}
+        names = ("train", EXPLODES_LAST, "zero_none", "train", "train")
+        events = tuple((name, seed + place) if isinstance(name, str) else name for place, name in enumerate(names))
+        made.append((events, random_setting(seed, kind="bfloat16", **away)))
     found = (("backward", 237307109), ("backward_inputs", 470662271), ("clip_all", 797121232))
     lazy = {"kind": "bfloat16", "eagerness": 0.0, "nonfinite": "skip"}
     made.append((found, random_setting(49, optimizers=2, rule="adamw", **lazy)))

@@ -62,6 +62,26 @@ def test_zeros_until_written(tier, regions):
     assert not target[REQUEST + 8 :].any()
 
 
+def test_a_region_is_used_again_for_other_lengths(tier, regions):
+    region = regions(REQUEST + BLOCK + 7)
+    space = region.nbytes
+    for nbytes in (space, BLOCK + 3, 0, 4096, space - 1, space):
+        tier.renew(region, nbytes)
+        assert (region.nbytes, region.space) == (nbytes, space)
+        target = torch.full((nbytes,), 9, dtype=torch.uint8)
+        tier.read(region, 0, target).synchronize()
+        assert not target.any(), "what was there before"
+        source = _random(nbytes, nbytes)
+        tier.write(region, 0, source).synchronize()
+        tier.read(region, 0, target).synchronize()
+        assert torch.equal(target, source)
+        with pytest.raises(StateError):
+            tier.read(region, 1, target if nbytes else torch.empty(1, dtype=torch.uint8))
+    with pytest.raises(StateError, match="cannot hold"):
+        tier.renew(region, space + 1)
+    assert region.nbytes == space
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_random_ranges_equal_a_byte_array(tier, regions, seed):
     random = Random(seed)

@@ -156,6 +156,24 @@ def test_a_block_whose_write_failed_is_never_read(folder):
     directory.close()
 
 
+def test_a_region_that_is_renewed_forgets_a_write_that_failed(folder):
+    system = FaultySystem()
+    directory = SpillDirectory(folder, system)
+    tier = PosixTier(directory, 1, block=BLOCK, request=REQUEST)
+    region = tier.allocate("unit-0", NBYTES)
+    system.at, system.fault = {len(system.calls)}, "EIO"
+    with pytest.raises(StorageError, match="EIO"):
+        tier.write(region, 0, _random(BLOCK, 2)).synchronize()
+    tier.renew(region, BLOCK + 5)
+    tier.write(region, 0, _random(BLOCK + 5, 3)).synchronize()
+    found = torch.empty(BLOCK + 5, dtype=torch.uint8)
+    tier.read(region, 0, found).synchronize()
+    assert torch.equal(found, _random(BLOCK + 5, 3))
+    tier.free(region)
+    tier.close()
+    directory.close()
+
+
 def test_a_thousand_flipped_bits(folder):
     directory = SpillDirectory(folder)
     tier = PosixTier(directory, 1, block=BLOCK, request=REQUEST)
@@ -223,6 +241,9 @@ def test_the_checksum_of_a_device_buffer_is_the_same():
 def test_the_device_formula_is_the_same():
     from slideformer_backend.storage.checksum import _on_device
 
-    for nbytes in (4, 4096, 1 << 21):
+    for nbytes in (0, 4, 4096, 1 << 21):
         block = torch.full((nbytes,), 255, dtype=torch.uint8)
-        assert [_on_device(block)] == block_sums(block)
+        assert _on_device(block, 1 << 21) == block_sums(block)
+    flat = _random(3 * 4096 + 76, 5)
+    for nbytes in (4, 4092, 4096, 8192, flat.numel()):
+        assert _on_device(flat[:nbytes], 4096) == block_sums(flat[:nbytes], 4096)
