@@ -38,7 +38,12 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--check-layers", type=int, help="with --shape: depth at which exactness is checked (all)")
     result.add_argument("--contenders", default="", help=f"comma-separated, of {', '.join(CONTENDERS)}; default: all")
     result.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a key of our configuration")
-    result.add_argument("--steps", type=int, default=6, help="timed steps (6)")
+    result.add_argument(
+        "--steps",
+        type=int,
+        default=20,
+        help="timed steps (20): the last one's updates, which no forward hides, count too",
+    )
     result.add_argument("--warmup", type=int, default=4, help="steps before them (4)")
     result.add_argument("--rounds", type=int, default=1, help="interleaved repetitions of everything (1)")
     result.add_argument("--timeout", type=float, default=300.0, help="seconds for one contender (300)")

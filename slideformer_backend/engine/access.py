@@ -204,9 +204,7 @@ class EdgeAccess(_OfRecord):
         engine = self._engine()
         if engine is not None and not engine.backward.is_inside():
             engine.backward.finish_outside()
-            engine.edges.apply_coefficient(self._record)
-            engine.edges.outdate(self._record)
-            engine.edges.before_write(self._record.unit)
+            return engine.edges.show(self._record)
         return device_gradient(self._record)
 
     def set_grad(self, value: torch.Tensor | None) -> None:

@@ -122,6 +122,7 @@ class Boundaries:
             except Exception as error:
                 self._read_again(boundary.shelf, error)
                 raise
+            boundary.loaded.keep = None  # compute is behind the transfer, and so is whoever gets the memory next
             boundary.tensor = boundary.loaded = None  # the recompute holds it from here on
         self._backend.touch(f"recompute of {boundary.name}", reads=(boundary.tracked,))
         return tensor.detach()

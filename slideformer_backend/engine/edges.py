@@ -30,12 +30,37 @@ class Edges:
         self.units = list(units)
         self.policy = policy
         self._outdated: set[int] = set()
+        self._shown: dict[int, int] = {}
+        """Version, when last looked at, of each gradient that user code has been given and may still hold."""
 
     def outdate(self, record: ParamRecord) -> None:
         """The device gradient of ``record`` is no longer what the host copy holds."""
         self._outdated.add(id(record))
         if record.unit.updates_on_device:
             record.square_sum = None
+
+    def show(self, record: ParamRecord) -> torch.Tensor | None:
+        """The device gradient, for user code to read or write now or, if it keeps it, at any later time."""
+        self.apply_coefficient(record)
+        self.outdate(record)
+        self.before_write(record.unit)
+        gradient = device_gradient(record)
+        if gradient is not None:
+            self._shown[id(record)] = gradient._version
+        return gradient
+
+    def notice(self, unit: Unit) -> None:
+        """Find what user code has written through a gradient that it kept."""
+        for record in unit.trainable if self._shown else ():
+            version, gradient = self._shown.get(id(record)), device_gradient(record)
+            if version is None:
+                continue
+            if gradient is None:
+                del self._shown[id(record)]
+            elif gradient._version != version:
+                self._shown[id(record)] = gradient._version
+                self.apply_coefficient(record)
+                self.outdate(record)
 
     def accumulated(self, record: ParamRecord, *, is_last: bool) -> None:
         """Post-accumulate hook of a resident parameter; ``is_last``: a ``step()`` should follow this backward."""
@@ -58,6 +83,7 @@ class Edges:
 
     def copy_gradient(self, unit: Unit, *, is_last: bool) -> None:
         """Bring the host copy of the unit's gradient up to date (nothing if it is, or if there is none to be)."""
+        self.notice(unit)
         if unit.updates_on_device:
             self.device_units.observe(unit)
             return
@@ -89,6 +115,8 @@ class Edges:
             writes=(buffer.slab,),
             keep=pairs,
         )
+        if any(id(record) in self._shown for record in records):
+            self.before_write(unit)  # whoever kept one may write it with no word to us
         for record in records:
             record.has_gradient, record.coefficient, record.square_sum = True, ONE, None
         self.policy.replace_gradient(unit, buffer)
@@ -126,6 +154,8 @@ class Edges:
                 self.before_write(record.unit)
                 with torch.no_grad():
                     scale(plain(gradient), record.coefficient)
+                if id(record) in self._shown:
+                    self._shown[id(record)] = gradient._version
 
     def apply_coefficient(self, record: ParamRecord) -> None:
         """Let the next host copy be that of the clipped device gradient."""

@@ -109,6 +109,8 @@ class Stepper:
     def measure(self, units: Iterable[Unit]) -> None:
         """The sums of squares of these units' gradients are known when this returns."""
         for unit in units:
+            if unit.is_resident:
+                self._edges.notice(unit)
             if unit.updates_on_device:
                 self._edges.device_units.measure(unit)
                 continue

@@ -54,6 +54,16 @@ def test_every_event_occurs():
 
 
 FOUND = {
+    "a gradient of an edge unit, kept and written later": (
+        (
+            ("backward", 310622925),
+            ("hold_gradient", 1065694118),
+            ("step_all", 796631977),
+            ("write_held", 271461698),
+            ("step_all", 435864092),
+        ),
+        Setting(kind="float32", eagerness=0.7, seed=32, poison=True, rooms=2),
+    ),
     "clip, then accumulate onto an edge gradient before any hook of a unit runs": (
         (("backward", 137070376), ("clip", 470835590), ("late_backward", 63444431)),
         Setting(rule="sgd", eagerness=0.7, seed=64),
