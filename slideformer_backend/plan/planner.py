@@ -26,7 +26,7 @@ from .ledger import (
 )
 from .machine import Machine
 from .partition import Partition
-from .placement import Steps, UnitCost, edges_may_update_on_device, place, spare_device_bytes
+from .placement import Placement, Steps, UnitCost, edges_may_update_on_device, place, spare_device_bytes
 from .spill import Spill, spill_share, spill_states
 from .step_time import StepTime, Work, step_time
 
@@ -199,11 +199,14 @@ def make_plan(request: Request) -> Plan:
     """The best plan that fits; where none does, the one that lacks least."""
     terms = _with_device_choices(request)
     terms, spill = _with_host_choices(request, terms)
-    before = terms
+    before, after = terms, request
     kept: frozenset[int] = frozenset()
     if request.machine.has_gpu and request.load is not None:
-        terms, kept = _with_residents(request, terms)
-    activations = activation_bytes(request, terms.resident, kept)
+        terms, placed = _with_residents(request, terms)
+        kept = frozenset(placed.kept_activations)
+        if request.choices.activations == "auto":
+            after = replace(request, choices=replace(request.choices, activations=placed.activations))
+    activations = activation_bytes(after, terms.resident, kept)
     return Plan(
         request=request,
         terms=terms,
@@ -214,7 +217,7 @@ def make_plan(request: Request) -> Plan:
         nvme_activations=activations.nvme,
         kept=kept,
         spill=spill,
-        time=_time(request, terms, kept),
+        time=_time(after, terms, kept),
     )
 
 
@@ -345,20 +348,25 @@ def _with_host_choices(request: Request, terms: Terms) -> tuple[Terms, Spill | N
     return decided, spill
 
 
-def _with_residents(request: Request, terms: Terms) -> tuple[Terms, frozenset[int]]:
+def _with_residents(request: Request, terms: Terms) -> tuple[Terms, Placement]:
     """Units that move to the device after the first steps, as the engine does it."""
-    peak = ledger_of(request.parts, terms).device + activation_bytes(request).device
+    ledger = ledger_of(request.parts, terms)
+    peak = ledger.device + activation_bytes(request).device
     costs = _costs(request)
+    leaving = sum(unit.boundary for unit in request.activity[: -KEPT_INPUTS - 1])
+    if request.choices.activations != "auto" or leaving > (request.host_budget - ledger.host) // 2:
+        leaving = 0
     placed = place(
         costs,
         spare_device_bytes(request.gpu_budget, peak),
         recompute=request.choices.recompute,
+        boundaries=leaving,
         steps=Steps(request.load.accumulate if request.load else 1, terms.prefetch + 2),
     )
     moved = frozenset(placed.resident)
     # the host memory of a unit that moved is worth one gradient buffer more in flight
     spares = terms.spares + len(moved)
-    return replace(terms, resident=moved, slots=placed.slots, spares=spares), frozenset(placed.kept_activations)
+    return replace(terms, resident=moved, slots=placed.slots, spares=spares), placed
 
 
 def _costs(request: Request) -> Sequence[UnitCost]:

@@ -27,12 +27,17 @@ def test_host_bytes_per_parameter_are_those_of_the_design(request_for):
 
 
 def test_3b_on_24_gib_is_what_was_measured(request_for):
-    """H200, Liger, 32 x 1,024, exact, 24 GiB: 1.48 s per step; 19.6 GiB with three layers moved, before what is left
-    became weight slots, when slots of edge units are taken off the 21.8 measured; three or four layers move."""
+    """H200, Liger, 32 x 1,024, exact, 24 GiB: eight layers moved once inputs of layers waited in host memory, and a
+    step took 1.38 s. With inputs on the device: 1.48 s; 19.6 GiB with three layers moved, before what is left became
+    weight slots, when slots of edge units are taken off the 21.8 measured; three or four layers move."""
     plan = make_plan(request_for("llama-3b", 32))
     assert plan.verdict == "fits"
-    assert len(plan.terms.resident) in (3, 4)
+    assert len(plan.terms.resident) in (7, 8)
+    assert plan.host_activations > 0
     assert plan.time.bottleneck == "compute"
+    assert plan.time.total == pytest.approx(1.38, rel=0.05)
+    plan = make_plan(request_for("llama-3b", 32, activations="gpu"))
+    assert len(plan.terms.resident) in (3, 4)
     assert plan.time.total == pytest.approx(1.48, rel=0.15)
     three = dataclasses.replace(plan.terms, resident=frozenset(range(3)), slots=0)
     peak = ledger_of(plan.request.parts, three).device + activation_bytes(plan.request, three.resident)[0]
@@ -136,7 +141,7 @@ def test_gpu_memory_decides_how_far_ahead_units_are_fetched(request_for, machine
 
 def test_host_memory_decides_how_many_buffers_are_in_flight(request_for, machine):
     wide = make_plan(request_for("llama-8b", 8, on=machine(host=200 * GIB)))
-    narrow = make_plan(request_for("llama-8b", 8, on=machine(host=wide.host - GIB)))
+    narrow = make_plan(request_for("llama-8b", 8, on=machine(host=wide.first.host - GIB)))
     # and each unit that moved to the device gave back the memory of one more
     assert wide.terms.spares == 8 + len(wide.terms.resident)
     assert narrow.terms.spares == 2 + len(narrow.terms.resident)
