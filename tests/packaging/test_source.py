@@ -17,6 +17,7 @@ LAYERS = (
     ("storage",),
     ("transfer",),
     ("optim",),
+    ("lsp",),
     ("engine",),
     ("checkpoint",),
     ("api", "metrics", "status"),
