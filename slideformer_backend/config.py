@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, cast
 
 from slideformer_backend.errors import ConfigError
+from slideformer_backend.lsp_settings import WORDS, section
 
 ENABLE_VARIABLE = "ACCELERATE_USE_SLIDEFORMER"
 CONFIG_VARIABLE = "SLIDEFORMER_CONFIG"
@@ -122,12 +123,6 @@ def _kernels(value: object) -> str | tuple[str, ...]:
     return names
 
 
-def _section(value: object) -> Mapping[str, object]:
-    if not isinstance(value, Mapping):
-        raise ValueError
-    return dict(value)
-
-
 def _or(word: str | None, kind: Kind) -> Kind:
     """The values of ``kind``, or ``word`` (``None``: unset)."""
 
@@ -208,10 +203,12 @@ class SlideFormerConfig:
     nvme_fraction: float | None = _key(
         None, _or(None, Kind("a number from 0 to 1", _fraction)), "share of the states that goes to NVMe, at least"
     )
-    strategy: Literal["slide", "lsp"] = _key("slide", one_of("slide", "lsp"), "the offload strategy", built=False)
-    lsp: Mapping[str, object] | None = _key(
-        None, _or(None, Kind("a section", _section)), "settings of strategy lsp", built=False
+    strategy: Literal["slide", "lsp"] = _key(
+        "slide",
+        one_of("slide", "lsp"),
+        "slide: all weights slide, exact; lsp: weights stay on the GPU, compressed gradients go to the CPU",
     )
+    lsp: Mapping[str, object] | None = _key(None, _or(None, Kind(WORDS, section)), "settings of strategy lsp")
     state_dtype: Literal["fp32", "bf16", "int8"] = _key(
         "fp32", one_of("fp32", "bf16", "int8"), "storage of the optimizer's moments", built=False
     )

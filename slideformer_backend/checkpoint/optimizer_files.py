@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from ..engine import Engine
 from ..engine.binding import Binding
-from ..engine.states import moment_of
+from ..engine.states import factors_of, moment_of
 from ..engine.unit import ParamRecord
 from ..errors import CheckpointError
 from .optimizer_state import MASTER
@@ -162,6 +162,7 @@ def _moments(engine: Engine, binding: Binding, record: ParamRecord) -> dict[str,
     rule, group = binding.rule, record.group or {}
     names = rule.states_used(group) if rule else ()
     state: dict[str, Any] = {name: moment_of(record, name, engine.spill) for name in names}  # no copies: one unit's
+    state.update(factors_of(record))
     if rule is not None and rule.name != "sgd":
         state["step"] = torch.tensor(float(record.steps))
     elif not state:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from ..engine import Engine
 from ..engine.binding import Binding
+from ..engine.states import factors_of
 from ..engine.unit import ParamRecord
 
 MASTER = "master"
@@ -119,7 +120,9 @@ class _StateHooks:
         wide = _WIDE.setdefault(optimizer, {})
         for record in self._records():
             state = optimizer.state.get(record.parameter)
-            if state and record.spec.dtype != torch.float32:
+            if record.core is not None:  # moments of a core mean nothing to torch's own step, which starts anew
+                optimizer.state.pop(record.parameter, None)
+            elif state and record.spec.dtype != torch.float32:
                 wide[id(record.parameter)] = state
                 optimizer.state[record.parameter] = {
                     name: value.to(record.spec.dtype) if _is_moment(name, value) else value
@@ -134,6 +137,7 @@ class _StateHooks:
             exported["step"] = torch.tensor(float(record.steps))
         for name in names:
             exported[name] = engine.moment_of(record, name)
+        exported.update(factors_of(record))
         master = engine.master_of(record)
         if master is not None:
             exported[MASTER] = master

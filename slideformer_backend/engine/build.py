@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..errors import UnsupportedError
-from ..plan import ParamSpec, Part, Partition, partition
+from ..plan import ParamSpec, Part, Partition, UnitLayout, partition
 from ..storage import HostMemory
 from .guard import guarded_class
 from .unit import KINDS, ParamRecord, Unit, Where
@@ -25,6 +25,24 @@ def build_units(parts: Partition, device: torch.device, model: nn.Module, memory
         units.append(_sliding_unit(len(units), part, memory))
     for part in parts.edges:
         units.append(edge_unit(len(units), part, device, memory))
+    _place_rest(model, {id(parameter) for part in parts.sliding for parameter in part.parameters}, device)
+    return units
+
+
+def resident_units(parts: Partition, device: torch.device, model: nn.Module, memory: HostMemory) -> list[Unit]:
+    """All units on ``device`` for good, one after another; blocks keep their modules. The host keeps no weights."""
+    units: list[Unit] = []
+    for part in (*parts.sliding, *parts.edges):
+        specs = tuple(spec._replace(working=spec.dtype) for spec in part.specs)
+        layout = UnitLayout.of(specs)
+        empty = memory.allocate(f"weights of {part.name}", 0, dma=False)
+        unit = Unit(len(units), part.name, part.module, layout, empty, Where.RESIDENT)
+        for number, (parameter, spec) in enumerate(zip(part.parameters, specs, strict=True)):
+            with torch.no_grad():
+                resident = parameter.data.to(device, copy=True).contiguous()
+            parameter.data = resident
+            unit.records.append(_record(parameter, unit, number, spec, resident))
+        units.append(unit)
     _place_rest(model, {id(parameter) for part in parts.sliding for parameter in part.parameters}, device)
     return units
 

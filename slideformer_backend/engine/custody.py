@@ -10,6 +10,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .access import EdgeAccess, ParameterAccess, give_gradients, take_gradients
+from .core_access import CoreAccess
 from .driver import UnitForward
 from .guard import Access, guard, unguard
 from .hooks import Accumulated, AfterForward, BeforeAccumulation, BeforeAnyStep, BeforeForward, EngineGone, Removable
@@ -38,7 +39,7 @@ def take_parameters(engine: Engine, records: ByIdentity[ParamRecord]) -> tuple[l
             records[record.parameter] = record
             if record.spec.is_trainable:
                 hooks += hook_record(engine, record)
-            guard_record(record, EdgeAccess(engine, record) if unit.is_resident else ParameterAccess(engine, record))
+            guard_record(record, _access_to(engine, record))
         if unit.module is not None:
             forwards.append(UnitForward(engine, unit, unit.module))
     hooks.append(engine.model.register_forward_pre_hook(BeforeForward(engine)))
@@ -68,6 +69,12 @@ def guard_record(record: ParamRecord, access: Access) -> None:
     """Let ``access`` guard a parameter from now on."""
     guard(record.parameter, access)
     record.parameter.__class__ = record.guarded_class
+
+
+def _access_to(engine: Engine, record: ParamRecord) -> Access:
+    if record.core is not None:
+        return CoreAccess(engine, record)
+    return EdgeAccess(engine, record) if record.unit.is_resident else ParameterAccess(engine, record)
 
 
 def release_parameters(engine: Engine, gradients: Mapping[int, torch.Tensor]) -> None:

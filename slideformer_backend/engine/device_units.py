@@ -37,7 +37,7 @@ class DeviceUnits:
         """Masters (unless the parameter is fp32, its own master) and moments of ``unit``."""
         if all("master" not in record.device_states for record in unit.trainable):
             unit.rounds_half_up = self._in_place and can_split(unit, rule)
-        for record in unit.trainable:
+        for record in (record for record in unit.trainable if record.core is None):
             parameter = plain(record.parameter).reshape(-1)
             states = record.device_states
             if parameter.dtype != torch.float32 and "master" not in states:
@@ -51,10 +51,11 @@ class DeviceUnits:
         for record in unit.trainable:
             record.has_gradient = _gradient(record) is not None
 
-    def accumulated(self, record: ParamRecord) -> None:
-        """Its gradient is complete unless the backward accumulates again: measure it while the backward goes on."""
+    def accumulated(self, record: ParamRecord, *, is_last: bool) -> None:
+        """Its gradient is complete unless the backward accumulates again (``is_last``: it should not): measure it while
+        the backward goes on."""
         gradient = _gradient(record)
-        if gradient is not None:
+        if is_last and gradient is not None:
             self._norms.launch(record, plain(gradient).reshape(-1))
             self._launched[id(record)] = record
 
@@ -78,6 +79,16 @@ class DeviceUnits:
         if pairs:
             self._norms.on_device(unit, pairs)
 
+    def knows_norm(self, records: Sequence[ParamRecord], max_norm: float) -> bool:
+        """Whether the norm of these gradients can be had; raises UnsupportedError where a clip needs it in vain."""
+        return True
+
+    def present(self, record: ParamRecord) -> None:
+        """The weight is about to be used: it is that of the last ``step()`` from here on."""
+
+    def apply_coefficient(self, record: ParamRecord) -> None:
+        """A recorded clip becomes a clipped gradient; gradients that are here are clipped already."""
+
     def clip(self, record: ParamRecord) -> None:
         """Apply a clip at once: the gradient is here."""
         gradient = _gradient(record)
@@ -94,6 +105,10 @@ class DeviceUnits:
             master = record.device_states.get("master")
             if master is not None:
                 reconcile(master, plain(record.parameter).reshape(-1), half_up=unit.rounds_half_up)
+
+    def settle(self, unit: Unit) -> None:
+        """Weights and states of ``unit`` are final and idle when this returns."""
+        self.absorb(unit)
 
     @staticmethod
     def adopt(unit: Unit) -> None:

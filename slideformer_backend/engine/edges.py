@@ -69,9 +69,10 @@ class Edges:
             raise UnsupportedError(
                 f"{record.name} received a sparse gradient.", remedy="build the embedding with sparse=False"
             )
-        self.outdate(record)
-        if is_last and record.unit.updates_on_device:
-            self.device_units.accumulated(record)
+        if record.core is None:
+            self.outdate(record)
+        if record.unit.updates_on_device:
+            self.device_units.accumulated(record, is_last=is_last)
 
     def after_backward(self, *, is_last: bool) -> None:
         """Start copying new gradients to the host when a ``step()`` should follow."""
@@ -159,6 +160,7 @@ class Edges:
 
     def apply_coefficient(self, record: ParamRecord) -> None:
         """Let the next host copy be that of the clipped device gradient."""
+        self.device_units.apply_coefficient(record)
         if record.coefficient != ONE:
             record.coefficient = ONE
             self.outdate(record)

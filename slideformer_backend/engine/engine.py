@@ -20,16 +20,14 @@ from .admission import Admission
 from .arithmetic import Arithmetic
 from .backward import Backward, Visit
 from .binding import Binding
-from .build import build_units, checked_parts, frozen_overlaps
+from .build import checked_parts, frozen_overlaps
 from .custody import release_parameters, salvage, take_parameters
-from .device_units import DeviceUnits
 from .edges import Edges
 from .hooks import Removable
 from .identity import ByIdentity
 from .immediate import Immediate
 from .moves import move_to_device
 from .norms import Norms
-from .preflight import Preflight
 from .redo_log import RedoLog
 from .report import EngineReport, allocated_bytes, make_report
 from .residency import Residency
@@ -38,6 +36,7 @@ from .spill import Spill
 from .spilling import begin_spill, check_nvme, open_boundaries, open_tier, refuse_whole
 from .states import LOW, MASTER, allocate_states, load_states, master_of, moment_of
 from .stepper import Stepper
+from .strategy import check_strategy, device_units_for, preflight_for, units_for
 from .unit import ParamRecord, Unit, Weights, Where
 from .window import Window
 
@@ -64,8 +63,9 @@ class Engine:
         optimizers: Sequence[Optimizer] = (),
     ) -> None:
         check_nvme(config)  # refuses what it must before anything is changed
+        check_strategy(config)
         parts, overlaps = checked_parts(model, autocast_dtype), frozen_overlaps(model)
-        self._preflight = Preflight(model, parts, config, device, optimizers)
+        self._preflight = preflight_for(model, parts, config, device, autocast_dtype, optimizers)
         terms = self._preflight.check()
         tier = open_tier(config, terms)
         self.model = model
@@ -79,7 +79,7 @@ class Engine:
         self.boundaries = open_boundaries(config, self.backend, self.memory)
         self._switch_interval = sys.getswitchinterval()
         sys.setswitchinterval(min(self._switch_interval, SWITCH_INTERVAL))
-        self.units = build_units(parts, self.device, model, self.memory)
+        self.units = units_for(config, parts, self.device, model, self.memory)
         self.sliding = [unit for unit in self.units if not unit.is_resident]
         threads = default_threads() if config.cpu_threads == "auto" else config.cpu_threads
         self.workers = WorkerPool(threads)
@@ -91,7 +91,7 @@ class Engine:
         self.policy = policy(self.backend, self.window, self.memory, arithmetic, norms, self.spill)
         self.policy.spare_buffers = terms.spares
         edges = [unit for unit in self.units if unit.is_resident]
-        device_units = DeviceUnits(norms, in_place=policy is Immediate)
+        device_units = device_units_for(config, self.backend, norms, self.memory, self.workers, self.policy, self.units)
         self.edges = Edges(self.backend, edges, self.policy, device_units)
         self.residency = Residency(config, self.backend, self.window, self.policy, self.memory)
         self.residency.start_edges(edges)
@@ -205,7 +205,7 @@ class Engine:
         self.backward.finish_outside()
         for unit in self.units:
             if unit.updates_on_device:
-                self.edges.device_units.absorb(unit)
+                self.edges.device_units.settle(unit)
         self.policy.settle(*self.units)
         self.spill.check()
 
@@ -243,7 +243,7 @@ class Engine:
             self.settle()
             for record in (record for unit in self.units for record in unit.records):
                 gradient = record.parameter.grad
-                if gradient is not None:
+                if gradient is not None and record.core is None:
                     gradients[id(record)] = gradient.detach().to("cpu", copy=True)
             for leave in self._detach_hooks:
                 leave()

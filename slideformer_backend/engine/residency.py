@@ -110,6 +110,8 @@ class Residency:
 
     def is_due(self) -> bool:
         """Whether units should be moved before the next forward."""
+        if self._config.strategy == "lsp":
+            return False  # all are there
         return self.placement is None and self._steps >= OBSERVED_STEPS and self.budget > 0
 
     def decide(self, sliding: list[Unit], boundaries: Boundaries, micro_batches: int) -> Placement:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..errors import CheckpointError
 from ..optim import numba_kernels as kernels
 from ..optim.rules import Rule
 from ..plan.layout import Place
@@ -20,6 +21,8 @@ from .unit import ParamRecord, Unit, Weights
 
 MASTER = "master"
 LOW = "low"
+_FACTOR = "projector_"
+"""Before the names of a projector's factors in the states of a matrix that is compressed."""
 
 
 def can_split(unit: Unit, rule: Rule | None) -> bool:
@@ -142,10 +145,19 @@ def master_of(record: ParamRecord, spill: Spill) -> torch.Tensor | None:
 def moment_of(record: ParamRecord, name: str, spill: Spill, *, writes: bool = False) -> torch.Tensor:
     """A moment of a settled parameter, in its shape; the memory is the engine's own, until other states are named."""
     spill.present(record.unit, writes=writes)
+    if record.core is not None:
+        return record.core.moment(name)
     if record.unit.updates_on_device:
         return record.device_states[name].view(record.spec.shape)
     flat = record.unit.states[name].view(torch.float32, record.place.state * 4, record.numel)
     return flat.view(record.spec.shape)
+
+
+def factors_of(record: ParamRecord) -> dict[str, torch.Tensor]:
+    """What the moments of a compressed matrix mean: the factors of its projector, copied to the host."""
+    if record.core is None:
+        return {}
+    return {_FACTOR + name: value.to("cpu", copy=True) for name, value in record.core.projector.state().items()}
 
 
 def load_states(record: ParamRecord, state: Mapping[str, Any], names: tuple[str, ...], spill: Spill) -> None:
@@ -156,6 +168,7 @@ def load_states(record: ParamRecord, state: Mapping[str, Any], names: tuple[str,
     """
     unit = record.unit
     spill.present(unit, writes=True)
+    _load_factors(record, state, names)
     record.steps = int(state["step"]) if "step" in state else int(any(state.get(name) is not None for name in names))
     for name in names:
         value = state.get(name)
@@ -163,7 +176,7 @@ def load_states(record: ParamRecord, state: Mapping[str, Any], names: tuple[str,
         if value is None:
             target.zero_()
         else:
-            target.copy_(value.detach().view(record.spec.shape))
+            target.copy_(value.detach().view(target.shape))
     master = state.get(MASTER)
     if master is None:
         return
@@ -190,6 +203,35 @@ def load_states(record: ParamRecord, state: Mapping[str, Any], names: tuple[str,
         record.state_array(MASTER)[:] = flat
         kernels.reconcile(record.state_array(MASTER), record.weight_array(), record.weight_kind)
         unit.weights_are = Weights.CURRENT
+
+
+def _load_factors(record: ParamRecord, state: Mapping[str, Any], names: tuple[str, ...]) -> None:
+    """Take over the projector that the moments in ``state`` belong to.
+
+    Raises:
+        CheckpointError: the moments are those of another strategy, rank, number of nonzeros or projector.
+    """
+    core, factors = record.core, {name: value for name, value in state.items() if name.startswith(_FACTOR)}
+    if not any(state.get(name) is not None for name in names):
+        return
+    shape = record.spec.shape if core is None else core.projector.core_shape
+    found = [tuple(value.shape) for name in names if (value := state.get(name)) is not None]
+    reason = f"moments of shape {found[0]}"
+    if (core is not None) == bool(factors) and all(value == tuple(shape) for value in found):
+        if core is None:
+            return
+        try:
+            given = {name.removeprefix(_FACTOR): value for name, value in factors.items()}
+            core.projector = core.projector.restored(given)
+            return
+        except (KeyError, ValueError) as error:
+            reason = str(error)
+    raise CheckpointError(
+        f"The optimizer states of {record.name} do not fit this strategy.",
+        found=reason,
+        expected=f"moments of shape {tuple(shape)}" + (" with the factors of their projector" if core else ""),
+        remedy="resume with the strategy, and under lsp the rank, nonzeros and projector, of the run that saved them",
+    )
 
 
 def _settle_ties(master: torch.Tensor, weights: torch.Tensor, *, half_up: bool) -> bool:

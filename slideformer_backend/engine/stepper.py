@@ -56,6 +56,8 @@ class Stepper:
                 self._apply_coefficient(record)
         self.measure({record.unit for record in records})
         present = [record for record in records if record.has_gradient]
+        if not self._edges.device_units.knows_norm(present, max_norm):
+            return as_tensor(math.nan, self._backend.device)  # a mere measurement, of what nobody has
         as_torch = self._norm_as_torch(present) if self._backend.device.type == "cpu" else None
         norm = total_norm(present) if as_torch is None else as_torch.item()
         if not math.isinf(max_norm):
@@ -85,7 +87,7 @@ class Stepper:
             on_host = [record for record in present if not record.unit.updates_on_device]
             for unit in {record.unit for record in on_device}:
                 self._edges.device_units.absorb(unit)
-            self._edges.device_units.step(on_device, binding.entries(on_device, with_clip=False))
+            self._edges.device_units.step(on_device, binding.entries(on_device, with_clip=True))
             self._policy.step(on_host, binding.entries(on_host, with_clip=True))
             if foreign:
                 binding.run_on(foreign)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from .backward import Visit
     from .binding import Binding
+    from .core import Core
     from .spill import Spilled
     from .window import GradientSlot, WeightSlot
 
@@ -105,6 +106,8 @@ class ParamRecord(_WeaklyReferable):
     is_exposed: bool = False
     device_states: dict[str, torch.Tensor] = field(default_factory=dict)
     """Master and moments of a parameter whose unit updates on the device, flat fp32."""
+    core: Core | None = None
+    """Of a matrix whose gradients are compressed (``strategy: lsp``)."""
 
     @property
     def numel(self) -> int:

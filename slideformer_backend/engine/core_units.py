@@ -1,0 +1,341 @@
+"""``strategy: lsp`` (arXiv 2406.10181): weights stay on the device, cores of gradients go to the host and back.
+
+Per matrix: its gradient is measured, compressed and dropped as soon as autograd has it; the core travels to the host,
+where the update of ``step()`` is predicted; the update travels back. All this overlaps the backward of the units before
+it, and lanes serve the unit first that the next forward needs first. ``step()`` compares predictions with what it was
+asked for (clip, hyper-parameters); the weight gets the update when something uses it next, usually the next forward.
+So clipping, accumulation and dropped steps keep their meaning, and updates of deep units overlap that forward too.
+
+Parameters that are no matrices, and matrices too small to gain, are updated exactly, on the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from ..config import SlideFormerConfig
+from ..errors import UnsupportedError
+from ..lsp_settings import LspSettings
+from ..optim.rules import Rule
+from ..optim.workers import WorkerPool
+from ..storage import HostMemory, Tracked
+from ..transfer import Backend, copy
+from .core import Core, CoreArithmetic, CoreEntry, Partial, Ready
+from .core_projectors import Projectors, is_compressed
+from .device_units import DeviceUnits
+from .edges import device_gradient, set_device_gradient
+from .guard import plain
+from .norms import Norms
+from .policy import UpdatePolicy
+from .unit import ONE, Entry, ParamRecord, SquareSum, Unit
+
+
+class CoreUnits(DeviceUnits):
+    """Device units whose large matrices are updated through cores.
+
+    Args:
+        config: ``lsp`` are the settings.
+        backend: lanes and device.
+        norms: measures gradients.
+        memory: host allocator.
+        workers: for the host arithmetic.
+        policy: knows whether the last step was clipped, and counts repairs.
+    """
+
+    def __init__(
+        self,
+        config: SlideFormerConfig,
+        backend: Backend,
+        norms: Norms,
+        memory: HostMemory,
+        workers: WorkerPool,
+        policy: UpdatePolicy,
+    ) -> None:
+        super().__init__(norms, in_place=False)
+        self.settings = LspSettings.from_section(config.lsp)
+        self._policy = policy
+        self._backend = backend
+        self._memory = memory
+        self._arithmetic = CoreArithmetic(workers)
+        self._projectors = Projectors(self.settings, backend, memory)
+
+    def take(self, unit: Unit, *, is_edge: bool) -> None:
+        """``unit`` lives on the device from now on; matrices of a block get their cores."""
+        unit.updates_on_device = True
+        if is_edge:
+            return
+        for record in unit.trainable:
+            shape = tuple(record.spec.shape)
+            if is_compressed(shape, self.settings):
+                record.core = self._projectors.make(record, shape)
+                self._arithmetic.reserve(record.core.numel)
+
+    # -- gradients -------------------------------------------------------------------------------------------------
+
+    def accumulated(self, record: ParamRecord, *, is_last: bool) -> None:
+        core = record.core
+        if core is None:
+            super().accumulated(record, is_last=is_last)
+            return
+        gradient = device_gradient(record)
+        if gradient is not None:
+            with torch.no_grad():
+                self._arrive(record, core, plain(gradient).contiguous(), is_last=is_last)
+            self._launched[id(record)] = record
+            set_device_gradient(record, None)
+
+    def assign(self, record: ParamRecord, value: torch.Tensor) -> None:
+        """User code sets the gradient of a matrix."""
+        core = record.core
+        if core is not None:
+            with torch.no_grad():
+                self._arrive(record, core, value.detach().to(self._backend.device).contiguous(), is_last=False)
+            self._norms.collect(record.name, [record])
+
+    def collect(self) -> None:
+        earlier = {key: record.square_sum for key, record in self._launched.items() if record.core is not None}
+        launched = dict(self._launched)
+        super().collect()
+        for key, before in earlier.items():
+            record = launched[key]
+            if before is not None and record.square_sum is not None:
+                parts = before.parts if isinstance(before, Partial) else (before,)
+                record.square_sum = Partial([*parts, record.square_sum])
+
+    def observe(self, unit: Unit) -> None:
+        for record in unit.trainable:
+            if record.core is None:
+                record.has_gradient = device_gradient(record) is not None
+
+    def _arrive(self, record: ParamRecord, core: Core, gradient: torch.Tensor, *, is_last: bool) -> None:
+        backend = self._backend
+        self._norms.launch(record, gradient.reshape(-1))
+        if not record.has_gradient and self._projectors.is_due(record):
+            self.present(record)  # by the projector that made it
+            self._projectors.look(record, core, gradient)
+        compressed = self._projectors.compress(core, gradient)
+        travelling = Tracked(f"core of {core.name} on the device", compressed)
+        backend.touch(f"core of {core.name}", writes=(travelling,))
+        target = core.gradient if not record.has_gradient else self._landing(core)
+        self._void(core)
+        core.filled = backend.d2h.submit(
+            f"core of {core.name} to the host",
+            partial(copy, core.view(target), compressed),
+            after={
+                "d2h after compute": backend.mark(f"core of {core.name}"),
+                "d2h after core used": core.updated,
+            },
+            reads=(travelling,),
+            writes=(target,),
+            keep=compressed,
+            line=core.line,
+        )
+        if record.has_gradient:
+            self._apply_coefficient(record, core)
+            self._operate(
+                core,
+                f"sum of cores of {core.name}",
+                partial(self._arithmetic.add, core, target),
+                reads=(target,),
+                writes=(core.gradient,),
+            )
+        else:
+            record.square_sum = None
+        record.has_gradient, record.coefficient = True, ONE
+        if is_last and not self._expects_clip():
+            self._predict(record, core)
+
+    def _landing(self, core: Core) -> Tracked:
+        if core.landing is None:
+            size = core.numel * core.dtype.itemsize
+            core.landing = self._memory.allocate(f"arriving core of {core.name}", size, dma=True)
+        return core.landing
+
+    def forget(self, record: ParamRecord) -> None:
+        """``grad = None``."""
+        if record.core is not None:
+            self._void(record.core)
+
+    # -- norms and clips -------------------------------------------------------------------------------------------
+
+    def knows_norm(self, records: Sequence[ParamRecord], max_norm: float) -> bool:
+        summed = [record.name for record in records if isinstance(record.square_sum, Partial)]
+        if summed and not math.isinf(max_norm):
+            raise UnsupportedError(
+                "strategy: lsp cannot clip by the norm of a gradient that was accumulated: a micro-batch leaves its"
+                " core, and the norm of a sum needs the gradients themselves.",
+                found=f"{len(summed)} matrices with several micro-batches, first {summed[0]}",
+                remedy="one micro-batch per step (raise its size), max_grad_norm: 0, or strategy: slide",
+            )
+        return not summed
+
+    def clip(self, record: ParamRecord) -> None:
+        if record.core is None:
+            super().clip(record)
+
+    def apply_coefficient(self, record: ParamRecord) -> None:
+        """A clip that was recorded becomes a scaled core, since another one follows."""
+        core, coefficient = record.core, record.coefficient
+        if core is None or coefficient == ONE:
+            return
+        before = record.square_sum
+        self._void(core)
+        self._apply_coefficient(record, core)
+        record.coefficient = ONE
+        if before is not None and before.value is not None:
+            record.square_sum = SquareSum()
+            record.square_sum.value = before.value * float(coefficient) ** 2
+
+    def _apply_coefficient(self, record: ParamRecord, core: Core) -> None:
+        if record.coefficient != ONE:
+            run = partial(self._arithmetic.scale, core, record.coefficient)
+            self._operate(core, f"clip of {core.name}", run, writes=(core.gradient,))
+
+    def _expects_clip(self) -> bool:
+        return bool(getattr(self._policy, "is_clipping", False))
+
+    # -- updates ---------------------------------------------------------------------------------------------------
+
+    def allocate(self, unit: Unit, rule: Rule | None) -> None:
+        cores = [record for record in unit.trainable if record.core is not None]
+        if rule is None and cores:
+            raise UnsupportedError(
+                "strategy: lsp runs the optimizer's rule on cores, which needs a fused rule.",
+                remedy="use AdamW, Adam, SGD or Lion, or strategy: slide",
+            )
+        super().allocate(unit, rule)
+        for record in cores:
+            if record.core is not None and rule is not None:
+                record.core.allocate_states(rule.states_used(record.group or {}), self._memory)
+
+    def absorb(self, unit: Unit) -> None:
+        super().absorb(unit)
+        for record in unit.trainable:
+            self.present(record)
+
+    def settle(self, unit: Unit) -> None:
+        super().settle(unit)
+        for record in unit.trainable:
+            core = record.core
+            if core is not None:
+                for name, ticket in (("update", core.updated), ("gradient", core.filled), ("weights sent", core.sent)):
+                    self._backend.synchronize(f"host waits for {name}", ticket)
+                slabs = tuple(core.states.values())
+                self._backend.touch_host(f"settled {core.name}", reads=slabs, writes=slabs)
+
+    def present(self, record: ParamRecord) -> None:
+        core = record.core
+        if core is None or core.ready is None:
+            return
+        ready, core.ready = core.ready, None
+        self._backend.order("compute after update on the device", ready.sent)
+        what = f"update of {core.name}"
+        self._backend.touch(what, reads=(ready.tracked,), writes=(record.unit.resident,))
+        with torch.no_grad():
+            core.projector.apply_(plain(record.parameter), ready.update, ready.decay, ready.seed)
+
+    def step(self, records: Sequence[ParamRecord], entries: Sequence[Entry]) -> None:
+        pairs = list(zip(records, entries, strict=True))
+        exact = [(record, entry) for record, entry in pairs if record.core is None]
+        super().step([record for record, _ in exact], [entry for _, entry in exact])
+        for record, entry in sorted(pairs, key=lambda pair: pair[0].unit.index):
+            if record.core is not None:
+                self._step(record, record.core, entry)
+
+    def _step(self, record: ParamRecord, core: Core, entry: Entry) -> None:
+        self.present(record)
+        wanted = self._entry_of_core(record, entry)
+        if core.predicted != wanted:
+            self._policy.repairs += core.predicted is not None
+            self._send_update(core, wanted)
+        arriving, sent = core.arriving, core.sent
+        core.predicted = core.arriving = None
+        if arriving is not None and sent is not None:
+            seed = (record.steps * 1_000_003 + core.number) & 0x7FFFFFFF
+            core.ready = Ready(*arriving, sent, wanted.decay, seed)
+        self._operate(
+            core,
+            f"commit of {core.name}",
+            partial(self._arithmetic.commit, core, wanted.entry),
+            reads=(core.gradient,),
+            writes=tuple(core.states.values()),
+        )
+        record.steps += 1
+        torch.autograd.graph.increment_version(plain(record.parameter))  # a graph from before the step is stale
+
+    def _predict(self, record: ParamRecord, core: Core) -> None:
+        binding, group = record.binding, record.group
+        if binding is not None and binding.rule is not None and group is not None:
+            core.predicted = self._entry_of_core(record, binding.entry(record, ONE))
+            self._send_update(core, core.predicted)
+
+    def _send_update(self, core: Core, wanted: CoreEntry) -> None:
+        backend = self._backend
+        self._operate(
+            core,
+            f"update of {core.name}",
+            partial(self._arithmetic.peek, core, wanted.entry),
+            reads=(core.gradient, *core.states.values()),
+            writes=(core.update,),
+            is_ahead=True,
+        )
+        update = torch.empty(core.projector.core_shape, dtype=core.dtype, device=backend.device)
+        tracked = Tracked(f"update of {core.name} on the device", update)
+        core.sent = backend.h2d.submit(
+            f"update of {core.name} to the device",
+            partial(copy, update, core.view(core.update)),
+            after={
+                "h2d after core updated": core.updated,
+                "h2d after update allocated": backend.mark(f"memory of the update of {core.name}"),
+            },
+            reads=(core.update,),
+            writes=(tracked,),
+            keep=update,
+            line=core.line,
+        )
+        core.arriving = (update, tracked)
+
+    def _entry_of_core(self, record: ParamRecord, entry: Entry) -> CoreEntry:
+        rule, group = entry.rule, record.group or {}
+        decay = 1.0
+        if float(group.get("weight_decay", 0.0)):
+            if rule.name not in ("adamw", "lion"):
+                raise UnsupportedError(
+                    f"strategy: lsp cannot add the weight decay of {record.name} to a gradient: it has its core.",
+                    found=f"{rule.name} with weight_decay {group['weight_decay']}",
+                    remedy="take AdamW, whose decay is apart from the gradient, or weight_decay 0",
+                )
+            decay = float(entry.scalars[1])  # 1 - lr · weight_decay, rounded as the rule rounds it
+        scalars = rule.scalars({**group, "weight_decay": 0.0}, record.steps + 1)
+        return CoreEntry(entry._replace(scalars=scalars), decay)
+
+    @staticmethod
+    def _void(core: Core) -> None:
+        core.predicted = core.arriving = None
+
+    def _operate(
+        self,
+        core: Core,
+        name: str,
+        run: partial[None],
+        *,
+        reads: Sequence[Tracked] = (),
+        writes: Sequence[Tracked] = (),
+        is_ahead: bool = False,
+    ) -> None:
+        core.updated = self._backend.update.submit(
+            name,
+            run,
+            after={
+                "core used after it is filled": core.filled,
+                "core used after the last use": core.updated,
+                "update computed after the last is sent": core.sent if is_ahead else None,
+            },
+            reads=reads,
+            writes=writes,
+            line=core.line,
+        )
