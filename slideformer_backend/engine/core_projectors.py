@@ -80,7 +80,7 @@ class Projectors:
         learned = core.projector.learn([gradient], alpha=settings.alpha, timeout=settings.timeout, seed=seed)
         if not learned.error < error:
             return
-        self._backend.synchronize("host waits for update", core.updated)
+        self._backend.synchronize("host waits for core updated", core.updated)
         if record.steps:
             slabs = tuple(core.states.values())
             self._backend.touch_host(f"moments of {core.name}", reads=slabs, writes=slabs)

@@ -30,6 +30,7 @@ from .device_units import DeviceUnits
 from .edges import device_gradient, set_device_gradient
 from .guard import plain
 from .norms import Norms
+from .operation import follow
 from .policy import UpdatePolicy
 from .unit import ONE, Entry, ParamRecord, SquareSum, Unit
 
@@ -222,8 +223,7 @@ class CoreUnits(DeviceUnits):
         for record in unit.trainable:
             core = record.core
             if core is not None:
-                for name, ticket in (("update", core.updated), ("gradient", core.filled), ("weights sent", core.sent)):
-                    self._backend.synchronize(f"host waits for {name}", ticket)
+                self._backend.synchronize("host waits for core updated", core.updated)
                 slabs = tuple(core.states.values())
                 self._backend.touch_host(f"settled {core.name}", reads=slabs, writes=slabs)
 
@@ -285,12 +285,13 @@ class CoreUnits(DeviceUnits):
         )
         update = torch.empty(core.projector.core_shape, dtype=core.dtype, device=backend.device)
         tracked = Tracked(f"update of {core.name} on the device", update)
+        backend.touch(f"lease of the memory of {core.name}", writes=(tracked,))
         core.sent = backend.h2d.submit(
             f"update of {core.name} to the device",
             partial(copy, update, core.view(core.update)),
             after={
                 "h2d after core updated": core.updated,
-                "h2d after update allocated": backend.mark(f"memory of the update of {core.name}"),
+                "h2d after memory of update leased": backend.mark(f"memory of the update of {core.name}"),
             },
             reads=(core.update,),
             writes=(tracked,),
@@ -327,13 +328,18 @@ class CoreUnits(DeviceUnits):
         writes: Sequence[Tracked] = (),
         is_ahead: bool = False,
     ) -> None:
+        before = core.updated
+
+        def run_behind() -> None:
+            follow(before)  # the same line of the same lane keeps the order; a failure goes on to what builds on it
+            run()
+
         core.updated = self._backend.update.submit(
             name,
-            run,
+            run_behind,
             after={
-                "core used after it is filled": core.filled,
-                "core used after the last use": core.updated,
-                "update computed after the last is sent": core.sent if is_ahead else None,
+                "update after core filled": core.filled,
+                "update after last update sent": core.sent if is_ahead else None,
             },
             reads=reads,
             writes=writes,

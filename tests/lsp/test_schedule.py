@@ -1,0 +1,178 @@
+"""The asynchronous schedule equals the synchronous one bit for bit, whatever the timing; each wait is needed."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+
+import pytest
+import torch
+
+from slideformer_backend.errors import UnsupportedError
+from slideformer_backend.transfer import Monitor
+from tests.race.waits import Wait, WaitMonitor, names_in_source
+
+from .toy import EngineSide, Event, PlainSide
+
+LOOP = [Event("backward", (0, True)), Event("step"), Event("zero")]
+
+
+def loop(steps, *, clip=None, reads=False):
+    """An ordinary training loop."""
+    events = []
+    for number in range(steps):
+        events.append(Event("backward", (number, True)))
+        if clip is not None:
+            events.append(Event("clip", clip))
+        events += [Event("step"), Event("zero")]
+        if reads:
+            events.append(Event("read"))
+    return [*events, Event("read")]
+
+
+def wild(seed, length=24):
+    """Whatever a script may do: accumulate, step twice, drop gradients, change hyper-parameters, clip now and then."""
+    chance, events, micro = random.Random(seed), [], 0
+    for _ in range(length):
+        name = chance.choice(["backward", "backward", "step", "step", "zero", "lr", "read", "clip"])
+        if name == "backward":
+            micro += 1
+            events.append(Event(name, (chance.randrange(100), chance.random() < 0.7)))
+        elif name == "clip":
+            if micro == 1:
+                events.append(Event(name, chance.choice([0.05, 0.5, 100.0])))
+        elif name == "lr":
+            events.append(Event(name, chance.choice([1e-3, 1e-2])))
+        else:
+            events.append(Event(name))
+            micro = 0 if name == "zero" else micro
+    return [*events, Event("read")]
+
+
+def same(expected, found):
+    assert len(expected) == len(found)
+    for number, (right, value) in enumerate(zip(expected, found, strict=True)):
+        assert torch.equal(right, value), f"value {number}"
+
+
+def compare(events, dtype, monitor=None, rule="adamw", **lsp):
+    expected = PlainSide(dtype, rule, **lsp).run(events)
+    side = EngineSide(dtype, rule, monitor, **lsp)
+    try:
+        same(expected, side.run(events))
+        return side
+    finally:
+        side.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("projector", ["lsp", "orthonormal"])
+@pytest.mark.parametrize("clip", [None, 0.2, 100.0])
+def test_a_loop(dtype, projector, clip):
+    side = compare(loop(8, clip=clip), dtype, Monitor(max_delay=2e-3, seed=3), projector=projector)
+    core = side.core("blocks.0.up.weight")
+    assert len(core.errors) == 3
+    assert core.learned
+    if clip == 0.2:
+        assert side.engine.report().repairs == 12  # of the first step; after it clipping is expected
+    else:
+        assert side.engine.report().repairs == 0
+
+
+def test_sgd():
+    compare(loop(5), torch.float32, Monitor(max_delay=2e-3), rule="sgd")
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_a_script_may_do(seed):
+    dtype = torch.bfloat16 if seed % 2 else torch.float32
+    projector = "orthonormal" if seed % 3 == 2 else "lsp"
+    compare(wild(seed), dtype, Monitor(max_delay=1e-3, seed=seed), projector=projector)
+
+
+def test_delays_change_nothing_and_updates_wait_for_their_use():
+    """With slow lanes ``step()`` returns before any update is there; reading a weight waits for that weight's."""
+    side = EngineSide(torch.float32, monitor=Monitor(max_delay=0.02, seed=1))
+    plain = PlainSide(torch.float32)
+    try:
+        side.run(LOOP)
+        plain.run(LOOP)
+        waiting = [name for name, _ in side.model.named_parameters() if _is_waiting(side, name)]
+        assert len(waiting) == 12
+        right = plain.model.blocks[1].up.weight
+        assert torch.equal(side.model.blocks[1].up.weight, right)
+        assert not _is_waiting(side, "blocks.1.up.weight")
+        assert _is_waiting(side, "blocks.2.up.weight")
+    finally:
+        side.close()
+
+
+def _is_waiting(side, name):
+    core = side.engine.record_of(side.model.get_parameter(name)).core
+    return core is not None and core.ready is not None
+
+
+def test_what_the_next_forward_needs_first_goes_first():
+    side = EngineSide(torch.float32)
+    lines = [side.core(f"blocks.{number}.up.weight").line for number in range(3)]
+    assert lines == [0, 1, 2]
+    side.close()
+
+
+def test_a_failure_on_a_lane_is_raised_where_the_weight_is_used(monkeypatch):
+    side = EngineSide(torch.float32)
+    units = side.engine.edges.device_units
+
+    def fail(*_):
+        raise ArithmeticError("on the lane")
+
+    monkeypatch.setattr(units._arithmetic, "peek", fail)
+    side.run(LOOP)
+    with pytest.raises(ArithmeticError, match="on the lane"):
+        side.run(LOOP)
+    side.close()
+
+
+WORKLOAD = [(loop(4, clip=0.2, reads=True), {}), (wild(1), {}), (wild(2), {"projector": "orthonormal"}), (wild(8), {})]
+
+
+def _run(index, leave_out=None):
+    events, lsp = WORKLOAD[index]
+    monitor = WaitMonitor(leave_out, seed=index)
+    side = EngineSide(torch.float32, monitor=monitor, **lsp)
+    try:
+        side.run(events)
+        side.optimizer.state_dict()
+    finally:
+        side.close()
+    return monitor
+
+
+def test_every_wait_is_needed():
+    """The checker finds an access that nothing orders as soon as any single wait is left out."""
+    seen: dict[Wait, list[int]] = defaultdict(list)
+    for index in range(len(WORKLOAD)):
+        for wait in _run(index).seen:
+            if wait.place.startswith("core"):
+                seen[wait].append(index)
+    assert {wait.name for wait in seen} >= names_in_source("engine/core*.py") - names_in_source("engine/none")
+    assert [str(wait) for wait in sorted(seen) if not any(_is_red(index, wait) for index in seen[wait])] == []
+
+
+def _is_red(index, wait):
+    try:
+        _run(index, wait)
+    except Exception:
+        return True
+    return False
+
+
+def test_the_norm_of_an_accumulated_gradient_is_refused():
+    side = EngineSide(torch.float32)
+    side.run([Event("backward", (0, False)), Event("backward", (1, True))])
+    assert side.engine.clip_grad_norm_(side.model.parameters(), float("inf")).isnan()
+    with pytest.raises(UnsupportedError, match="max_grad_norm: 0"):
+        side.engine.clip_grad_norm_(side.model.parameters(), 1.0)
+    side.run([Event("step"), Event("zero"), Event("backward", (2, True))])
+    assert side.engine.clip_grad_norm_(side.model.parameters(), 1.0) > 0
+    side.close()
