@@ -6,7 +6,15 @@ import torch
 
 from slideformer_backend.kernels.sparse_factor import SparseFactor
 
-__all__ = ["gather_columns", "gather_rows", "random_bits", "sparse_apply_", "sparse_compress", "spread", "stochastic_round"]
+__all__ = [
+    "gather_columns",
+    "gather_rows",
+    "random_bits",
+    "sparse_apply_",
+    "sparse_compress",
+    "spread",
+    "stochastic_round",
+]
 
 _LOW = 0xFFFFFFFF
 

@@ -47,8 +47,8 @@ class Partial(SquareSum):
     def __init__(self, parts: Sequence[SquareSum]) -> None:
         self.parts = tuple(parts)
 
-    @property  # type: ignore[override]  # the base holds a plain value
-    def value(self) -> float | None:
+    @property
+    def value(self) -> float | None:  # type: ignore[override]  # the base holds a plain value
         """The sum of the parts, None while one of them is not there yet."""
         values = [part.value for part in self.parts]
         known = [value for value in values if value is not None]

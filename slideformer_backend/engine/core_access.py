@@ -25,13 +25,13 @@ class CompressedGradient(torch.Tensor):
     @classmethod
     def of(cls, record: ParamRecord, device: torch.device) -> CompressedGradient:
         """The stand-in for the gradient of ``record``."""
-        made: CompressedGradient = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: CompressedGradient = torch.Tensor._make_wrapper_subclass(
             cls, record.spec.shape, dtype=record.spec.dtype, device=device
         )
         made._name = record.name
         return made
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]  # torch names its one option
         return f"CompressedGradient({self._name}, {tuple(self.shape)}, {self.dtype})"
 
     @classmethod
@@ -44,9 +44,7 @@ class CompressedGradient(torch.Tensor):
         return cls._refuse(getattr(func, "__name__", str(func)), args)
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: Callable[..., Any], types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch types it as an ordinary method
         return cls._refuse(str(func), args)
 
     @classmethod

@@ -22,7 +22,7 @@ from ..errors import UnsupportedError
 from ..lsp_settings import LspSettings
 from ..optim.rules import Rule
 from ..optim.workers import WorkerPool
-from ..storage import HostMemory, Tracked
+from ..storage import HostMemory, Slab, Tracked
 from ..transfer import Backend, copy
 from .core import Core, CoreArithmetic, CoreEntry, Partial, Ready
 from .core_projectors import Projectors, is_compressed
@@ -150,7 +150,7 @@ class CoreUnits(DeviceUnits):
         if is_last and not self._expects_clip():
             self._predict(record, core)
 
-    def _landing(self, core: Core) -> Tracked:
+    def _landing(self, core: Core) -> Slab:
         if core.landing is None:
             size = core.numel * core.dtype.itemsize
             core.landing = self._memory.allocate(f"arriving core of {core.name}", size, dma=True)
@@ -208,6 +208,8 @@ class CoreUnits(DeviceUnits):
                 "strategy: lsp runs the optimizer's rule on cores, which needs a fused rule.",
                 remedy="use AdamW, Adam, SGD or Lion, or strategy: slide",
             )
+        for record in cores:
+            _decays_weights(record, rule)
         super().allocate(unit, rule)
         for record in cores:
             if record.core is not None and rule is not None:
@@ -301,17 +303,9 @@ class CoreUnits(DeviceUnits):
         core.arriving = (update, tracked)
 
     def _entry_of_core(self, record: ParamRecord, entry: Entry) -> CoreEntry:
-        rule, group = entry.rule, record.group or {}
-        decay = 1.0
-        if float(group.get("weight_decay", 0.0)):
-            if rule.name not in ("adamw", "lion"):
-                raise UnsupportedError(
-                    f"strategy: lsp cannot add the weight decay of {record.name} to a gradient: it has its core.",
-                    found=f"{rule.name} with weight_decay {group['weight_decay']}",
-                    remedy="take AdamW, whose decay is apart from the gradient, or weight_decay 0",
-                )
-            decay = float(entry.scalars[1])  # 1 - lr · weight_decay, rounded as the rule rounds it
-        scalars = rule.scalars({**group, "weight_decay": 0.0}, record.steps + 1)
+        # the rule's own 1 - lr · weight_decay, as it rounds it
+        decay = float(entry.scalars[1]) if _decays_weights(record, entry.rule) else 1.0
+        scalars = entry.rule.scalars({**(record.group or {}), "weight_decay": 0.0}, record.steps + 1)
         return CoreEntry(entry._replace(scalars=scalars), decay)
 
     @staticmethod
@@ -345,3 +339,15 @@ class CoreUnits(DeviceUnits):
             writes=writes,
             line=core.line,
         )
+
+
+def _decays_weights(record: ParamRecord, rule: Rule | None) -> bool:
+    """Whether the weight itself decays; raises UnsupportedError where the decay is a part of the gradient."""
+    decay = float((record.group or {}).get("weight_decay", 0.0))
+    if decay and rule is not None and rule.name not in ("adamw", "lion"):
+        raise UnsupportedError(
+            f"strategy: lsp cannot add the weight decay of {record.name} to a gradient: it has its core.",
+            found=f"{rule.name} with weight_decay {decay}",
+            remedy="take AdamW, whose decay is apart from the gradient, or weight_decay 0",
+        )
+    return bool(decay)

@@ -88,7 +88,8 @@ class OrthonormalProjector(GradientProjector):
 def _random_basis(rows: int, rank: int, generator: torch.Generator) -> torch.Tensor:
     if rows <= rank:
         return torch.eye(rows)
-    return torch.linalg.qr(torch.randn(rows, rank, generator=generator)).Q.contiguous()
+    basis: torch.Tensor = torch.linalg.qr(torch.randn(rows, rank, generator=generator)).Q.contiguous()
+    return basis
 
 
 def _leading(samples: Sequence[torch.Tensor], old: torch.Tensor, seed: int) -> torch.Tensor:
@@ -104,7 +105,8 @@ def _leading(samples: Sequence[torch.Tensor], old: torch.Tensor, seed: int) -> t
         basis = torch.linalg.qr(_covariance(samples, basis)).Q
     small = basis.t() @ _covariance(samples, basis)
     vectors = torch.linalg.eigh((small + small.t()) / 2).eigenvectors  # ascending
-    return (basis @ vectors[:, -rank:].flip(1)).contiguous()
+    leading: torch.Tensor = (basis @ vectors[:, -rank:].flip(1)).contiguous()
+    return leading
 
 
 def _covariance(samples: Sequence[torch.Tensor], vectors: torch.Tensor) -> torch.Tensor:

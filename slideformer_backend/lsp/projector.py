@@ -106,8 +106,10 @@ def least_squares(gram: torch.Tensor, cross: torch.Tensor) -> torch.Tensor:
     wide = wide + torch.diag(torch.where(is_empty, torch.ones_like(diagonal), diagonal * 1e-9))
     factor, failed = torch.linalg.cholesky_ex(wide)
     if bool(failed):  # dependent columns
-        return (cross.double() @ torch.linalg.pinv(wide, hermitian=True)).float()
-    return torch.cholesky_solve(cross.double().t(), factor).t().float().contiguous()
+        inverse: torch.Tensor = torch.linalg.pinv(wide, hermitian=True)
+        return (cross.double() @ inverse).float()
+    solved: torch.Tensor = torch.cholesky_solve(cross.double().t(), factor).t().float().contiguous()
+    return solved
 
 
 def relative(square: float, norm: float) -> float:
