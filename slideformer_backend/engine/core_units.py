@@ -119,7 +119,7 @@ class CoreUnits(DeviceUnits):
             self.present(record)  # by the projector that made it
             self._projectors.look(record, core, gradient)
         compressed = self._projectors.compress(core, gradient)
-        travelling = Tracked(f"core of {core.name} on the device", compressed)
+        travelling = Tracked(f"core of {core.name} on the device", compressed.view(-1).view(torch.uint8))
         backend.touch(f"core of {core.name}", writes=(travelling,))
         target = core.gradient if not record.has_gradient else self._landing(core)
         self._void(core)
@@ -286,7 +286,7 @@ class CoreUnits(DeviceUnits):
             is_ahead=True,
         )
         update = torch.empty(core.projector.core_shape, dtype=core.dtype, device=backend.device)
-        tracked = Tracked(f"update of {core.name} on the device", update)
+        tracked = Tracked(f"update of {core.name} on the device", update.view(-1).view(torch.uint8))
         backend.touch(f"lease of the memory of {core.name}", writes=(tracked,))
         core.sent = backend.h2d.submit(
             f"update of {core.name} to the device",
