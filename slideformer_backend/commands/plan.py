@@ -132,6 +132,12 @@ def wishes_of(options: argparse.Namespace) -> Wishes:
             raise ConfigError(
                 f"{name}: not a value of this key.", found=repr(given[name]), expected=kind.text
             ) from None  # fmt: skip
+    if str(given.get("strategy", "slide")).lower() == "lsp":
+        raise ConfigError(
+            "slideformer plan knows how weights slide, not what strategy: lsp needs.",
+            found="strategy: lsp",
+            remedy="start the run: it refuses what cannot fit, with numbers, before anything is allocated",
+        )
     precision = options.mixed_precision or str(whole.get("mixed_precision") or "no")
     return Wishes(
         SlideFormerConfig.from_mapping(settings), settings, later, precision if precision in ("bf16", "fp16") else "no"

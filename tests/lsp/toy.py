@@ -78,7 +78,8 @@ def loss_of(model: nn.Module, seed: int) -> torch.Tensor:
     dtype = next(iter(model.parameters())).dtype
     x = torch.randn(16, 7, generator=generator)
     target = torch.sin(3 * x.flip(1))
-    return (model(x.to(dtype)).float() - target).square().mean()
+    found = model(x.to(getattr(model, "device_of_inputs", "cpu"), dtype))
+    return (found.float() - target.to(found.device)).square().mean()
 
 
 @dataclass(frozen=True)
@@ -91,16 +92,23 @@ class Event:
 
 class EngineSide:
     def __init__(
-        self, dtype: torch.dtype, rule: str = "adamw", monitor: Monitor | None = None, lr: float = 2e-2, **lsp: Any
+        self,
+        dtype: torch.dtype,
+        rule: str = "adamw",
+        monitor: Monitor | None = None,
+        lr: float = 2e-2,
+        device: str = "cpu",
+        **lsp: Any,
     ) -> None:
         self.model = make_model(dtype)
         self.optimizer = make_optimizer(self.model, rule, lr)
         self.engine: Engine = attach(
             self.model,
             SlideFormerConfig(strategy="lsp", lsp={**SETTINGS, **lsp}, cpu_threads=1),
-            device=torch.device("cpu"),
+            device=torch.device(device),
             monitor=monitor,
         )
+        self.model.device_of_inputs = self.engine.device
         self.engine.bind(self.optimizer)
 
     def run(self, events: Sequence[Event]) -> list[Any]:
