@@ -38,6 +38,8 @@ def parse(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("out/lsp"))
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--seconds", type=float, default=120.0, help="of training per method")
+    parser.add_argument("--steps", type=int, default=10**9, help="end earlier, after so many")
+    parser.add_argument("--held-out", type=int, default=16, help="batches of held-out text")
     parser.add_argument("--gbps", type=float, default=12.0, help="GB/s of the link, in each direction")
     parser.add_argument("--threads", type=int, default=4, help="of the optimizer on the CPU")
     parser.add_argument("--rank", type=int, default=288, help="of cores")
@@ -180,7 +182,7 @@ class Trainer:
     def held_out(self, rows: torch.Tensor) -> float:
         """Mean loss over held-out rows."""
         self.model.eval()
-        parts = rows[: 16 * self.args.sequences].split(self.args.sequences)
+        parts = rows[: self.args.held_out * self.args.sequences].split(self.args.sequences)
         found = sum(float(self.loss(part)) for part in parts) / len(parts)
         self.model.train()
         return found
@@ -193,14 +195,15 @@ def work(args: argparse.Namespace) -> None:
     trainer.model.train()
     spent, due, count = 0.0, 0.0, 0
     while True:
-        if spent >= due:
+        is_over = spent >= args.seconds or count >= args.steps
+        if spent >= due or is_over:
             print(json.dumps({"seconds": spent, "steps": count, "held_out": trainer.held_out(held)}), flush=True)
             due += args.evaluate_every
-        if spent >= args.seconds:
+        if is_over:
             break
         start = time.perf_counter()
         loss = trainer.step(next(source))
-        if spent + time.perf_counter() - start >= min(due, args.seconds):
+        if spent + time.perf_counter() - start >= min(due, args.seconds) or count + 1 >= args.steps:
             trainer.settle()
         spent += time.perf_counter() - start
         count += 1
@@ -242,7 +245,7 @@ def main() -> None:
         results[method] = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
         (args.out / f"{method}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in results[method]))
         print(row(method, results[method]), flush=True)
-    lines = ["| method | learning rate | seconds per step | held-out loss after seconds |", "|---|---|---|---|"]
+    lines = ["| method | learning rate | seconds per step | held-out loss |", "|---|---|---|---|"]
     lines += [row(method, found) for method, found in results.items()]
     (args.out / "report.md").write_text("\n".join(lines) + "\n")
 
@@ -250,8 +253,12 @@ def main() -> None:
 def row(method: str, found: list[dict[str, Any]]) -> str:
     """A line of the report."""
     last = found[-1]
-    held = [f"{point['held_out']:.4f} at {point['seconds']:.0f}" for point in found if "held_out" in point]
-    return f"| {method} | {last['rate']:g} | {last['seconds_per_step']:.2f} | {', '.join(held)} |"
+    held = [
+        f"{point['held_out']:.4f} at {point['seconds']:.0f} s, step {point['steps']}"
+        for point in found
+        if "held_out" in point
+    ]
+    return f"| {method} | {last['rate']:g} | {last['seconds_per_step']:.2f} | {'; '.join(held)} |"
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def gather_rows_kernel(
 @triton.jit
 def tl_stochastic(value: tl.tensor, number: tl.tensor, seed: tl.tensor) -> tl.tensor:
     """bf16 of fp32 ``value``, with the random bits of the twin."""
-    x = number.to(tl.uint32) ^ seed.to(tl.uint32)
+    x = (number ^ seed).to(tl.uint32)
     x = (x ^ (x >> 16)) * 0x85EBCA6B
     x = (x ^ (x >> 13)) * 0xC2B2AE35
     noise = ((x ^ (x >> 16)) & 0xFFFF).to(tl.int32)

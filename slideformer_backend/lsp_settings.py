@@ -32,7 +32,7 @@ class LspSettings:
     nonzeros: int = 8
     check_interval: int = 200
     alpha: float = 0.3
-    timeout: int = 50
+    timeout: int = 100
     projector: Literal["lsp", "orthonormal"] = "lsp"
 
     def __post_init__(self) -> None:

@@ -34,7 +34,7 @@ from .residency import Residency
 from .schedule import Phase, Schedule
 from .spill import Spill
 from .spilling import begin_spill, check_nvme, open_boundaries, open_tier, refuse_whole
-from .states import LOW, MASTER, allocate_states, load_states, master_of, moment_of
+from .states import allocate_states, load_states, master_of, moment_names, moment_of
 from .stepper import Stepper
 from .strategy import check_strategy, device_units_for, preflight_for, units_for
 from .unit import ParamRecord, Unit, Weights, Where
@@ -353,13 +353,13 @@ class Engine:
         for unit in {record.unit for record in records}:
             self.policy.settle(unit)
             if unit.updates_on_device:
+                self.edges.device_units.settle(unit)
                 self.edges.device_units.allocate(unit, binding.rule)
                 continue
             allocate_states(unit, binding.rule, self.spill, in_place=isinstance(self.policy, Immediate))
         for record in records:
             if record.steps:
-                names = tuple({*record.unit.states, *record.device_states} - {MASTER, LOW})
-                load_states(record, {}, names, self.spill)
+                load_states(record, {}, moment_names(record), self.spill)
         binding.warm_up(records, self.config.update)
 
     def _fetch(self, unit: Unit) -> None:

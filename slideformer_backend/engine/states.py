@@ -153,6 +153,12 @@ def moment_of(record: ParamRecord, name: str, spill: Spill, *, writes: bool = Fa
     return flat.view(record.spec.shape)
 
 
+def moment_names(record: ParamRecord) -> tuple[str, ...]:
+    """The moments that are allocated for a parameter."""
+    held = record.core.states if record.core is not None else {}
+    return tuple({*record.unit.states, *record.device_states, *held} - {MASTER, LOW})
+
+
 def factors_of(record: ParamRecord) -> dict[str, torch.Tensor]:
     """What the moments of a compressed matrix mean: the factors of its projector, copied to the host."""
     if record.core is None:

@@ -283,6 +283,17 @@ def test_detached_models_are_plain_and_train_on(side):
     side.optimizer.step()
 
 
+def test_a_second_optimizer_starts_with_fresh_states(side):
+    side.run(STEP)
+    other = make_optimizer(side.model)
+    side.engine.bind(other)
+    assert side.engine.record_of(side.model.blocks[0].up.weight).steps == 0
+    assert torch.count_nonzero(side.core("blocks.0.up.weight").moment("exp_avg")) == 0
+    loss_of(side.model, 1).backward()
+    other.step()
+    assert side.engine.record_of(side.model.blocks[0].up.weight).steps == 1
+
+
 def test_settings_that_contradict_the_strategy_are_refused():
     for options in ({"update": "immediate"}, {"nvme_path": "/tmp"}, {"optimizer_states": "nvme"}):
         with pytest.raises(ConfigError, match="strategy lsp does without it|needs a folder"):
