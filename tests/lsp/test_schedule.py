@@ -56,11 +56,12 @@ def same(expected, found):
 
 
 def compare(events, dtype, monitor=None, rule="adamw", **lsp):
+    """Runs both sides; gives one core and the number of repairs."""
     expected = PlainSide(dtype, rule, **lsp).run(events)
     side = EngineSide(dtype, rule, monitor, **lsp)
     try:
         same(expected, side.run(events))
-        return side
+        return side.core("blocks.0.up.weight"), side.engine.report().repairs
     finally:
         side.close()
 
@@ -69,14 +70,10 @@ def compare(events, dtype, monitor=None, rule="adamw", **lsp):
 @pytest.mark.parametrize("projector", ["lsp", "orthonormal"])
 @pytest.mark.parametrize("clip", [None, 0.2, 100.0])
 def test_a_loop(dtype, projector, clip):
-    side = compare(loop(8, clip=clip), dtype, Monitor(max_delay=2e-3, seed=3), projector=projector)
-    core = side.core("blocks.0.up.weight")
+    core, repairs = compare(loop(8, clip=clip), dtype, Monitor(max_delay=2e-3, seed=3), projector=projector)
     assert len(core.errors) == 3
     assert core.learned
-    if clip == 0.2:
-        assert side.engine.report().repairs == 12  # of the first step; after it clipping is expected
-    else:
-        assert side.engine.report().repairs == 0
+    assert repairs == (12 if clip == 0.2 else 0)  # of the first step; after it clipping is expected
 
 
 def test_sgd():
@@ -130,7 +127,9 @@ def test_a_failure_on_a_lane_is_raised_where_the_weight_is_used(monkeypatch):
     side.run(LOOP)
     with pytest.raises(ArithmeticError, match="on the lane"):
         side.run(LOOP)
-    side.close()
+    with pytest.raises(ArithmeticError, match="on the lane"):  # once more, when all is undone
+        side.close()
+    assert side.engine.is_detached
 
 
 WORKLOAD = [(loop(4, clip=0.2, reads=True), {}), (wild(1), {}), (wild(2), {"projector": "orthonormal"}), (wild(8), {})]

@@ -139,8 +139,12 @@ class EngineSide:
         return core
 
     def close(self) -> None:
-        self.engine.backend.close()
-        self.engine.workers.close()
+        try:
+            if not self.engine.is_detached:
+                self.engine.detach()
+        finally:
+            self.engine.backend.close()
+            self.engine.workers.close()
 
 
 class _Matrix:
