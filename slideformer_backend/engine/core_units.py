@@ -237,6 +237,8 @@ class CoreUnits(DeviceUnits):
         self._backend.order("compute after update on the device", ready.sent)
         what = f"update of {core.name}"
         self._backend.touch(what, reads=(ready.tracked,), writes=(record.unit.resident,))
+        if ready.update.is_cuda:  # allocated in backward, read on whichever stream is current now
+            ready.update.record_stream(torch.cuda.current_stream(ready.update.device))
         with torch.no_grad():
             core.projector.apply_(plain(record.parameter), ready.update, ready.decay, ready.seed)
 

@@ -106,6 +106,12 @@ class LspPreflight:
             len(cores), gib(weights), gib(states), gib(factors), gib(updates), gib(updates),
             gib(sum(core_elements(spec.shape, settings) * 8 for spec in cores)),
         )  # fmt: skip
+        if not cores:
+            logger.warning(
+                "SlideFormer: strategy lsp compresses nothing: no trained matrix of a repeated block has a core of at"
+                " most half its size at rank %d. All is updated exactly on the device; lower lsp.rank.",
+                settings.rank,
+            )
         self._refuse_if_over(weights + states + factors + updates)
         return Terms(prefetch=0, spares=0, edges_update_on_device=True)
 

@@ -9,11 +9,12 @@ from torch import nn
 from slideformer_backend.api import attach
 from slideformer_backend.config import SlideFormerConfig
 from slideformer_backend.engine import core_projectors
-from slideformer_backend.engine.strategy import core_elements, factor_bytes
-from slideformer_backend.errors import CheckpointError, ConfigError, UnsupportedError
+from slideformer_backend.engine.strategy import LspPreflight, core_elements, factor_bytes
+from slideformer_backend.errors import CheckpointError, ConfigError, PlanError, UnsupportedError
 from slideformer_backend.kernels.sparse_factor import make_factor
 from slideformer_backend.lsp import SparseProjector
 from slideformer_backend.lsp_settings import LspSettings
+from slideformer_backend.plan import partition
 
 from .toy import EngineSide, Event, PlainSide, loss_of, make_model, make_optimizer
 
@@ -329,6 +330,30 @@ def test_optimizers_that_cores_cannot_serve_are_refused():
         engine.detach()
     with pytest.raises(UnsupportedError, match="fp16"):
         attached(make_model(torch.float16))
+
+
+def preflight(model, **options):
+    config = SlideFormerConfig(strategy="lsp", lsp={"rank": 8, "nonzeros": 2}, **options)
+    return LspPreflight(model, partition(model), config, torch.device("cuda"), None)
+
+
+def test_a_gpu_that_cannot_hold_the_weights_is_refused_before_anything_moves(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30_000, 40_000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    model = make_model()
+    with pytest.raises(PlanError, match="no room") as caught:
+        preflight(model).check()
+    assert "strategy: slide" in str(caught.value)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (300_000, 400_000))
+    assert preflight(model).check().prefetch == 0
+    with pytest.raises(PlanError, match="no room"):
+        preflight(model, gpu_memory=30_000).check()
+
+
+def test_a_rank_that_compresses_nothing_is_said_aloud(caplog):
+    engine = attached(make_model(), lsp={"rank": 64})
+    assert "compresses nothing" in caplog.text
+    engine.detach()
 
 
 def test_bytes_are_those_of_the_formulas():
