@@ -11,8 +11,9 @@ Parameters that are no matrices, and matrices too small to gain, are updated exa
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -84,7 +85,7 @@ class CoreUnits(DeviceUnits):
             return
         gradient = device_gradient(record)
         if gradient is not None:
-            with torch.no_grad():
+            with self._plainly():
                 self._arrive(record, core, plain(gradient).contiguous(), is_last=is_last)
             self._launched[id(record)] = record
             set_device_gradient(record, None)
@@ -93,7 +94,7 @@ class CoreUnits(DeviceUnits):
         """User code sets the gradient of a matrix."""
         core = record.core
         if core is not None:
-            with torch.no_grad():
+            with self._plainly():
                 self._arrive(record, core, value.detach().to(self._backend.device).contiguous(), is_last=False)
             self._norms.collect(record.name, [record])
 
@@ -149,6 +150,12 @@ class CoreUnits(DeviceUnits):
         record.has_gradient, record.coefficient = True, ONE
         if is_last and not self._expects_clip():
             self._predict(record, core)
+
+    @contextlib.contextmanager
+    def _plainly(self) -> Iterator[None]:
+        """Without graph and autocast: a weight is asked for inside the forward's region, which may have both."""
+        with torch.no_grad(), torch.autocast(self._backend.device.type, enabled=False):
+            yield
 
     def _landing(self, core: Core) -> Slab:
         if core.landing is None:
@@ -239,7 +246,7 @@ class CoreUnits(DeviceUnits):
         self._backend.touch(what, reads=(ready.tracked,), writes=(record.unit.resident,))
         if ready.update.is_cuda:  # allocated in backward, read on whichever stream is current now
             ready.update.record_stream(torch.cuda.current_stream(ready.update.device))
-        with torch.no_grad():
+        with self._plainly():
             core.projector.apply_(plain(record.parameter), ready.update, ready.decay, ready.seed)
 
     def step(self, records: Sequence[ParamRecord], entries: Sequence[Entry]) -> None:

@@ -76,6 +76,12 @@ def test_a_loop(dtype, projector, clip):
     assert repairs == (12 if clip == 0.2 else 0)  # of the first step; after it clipping is expected
 
 
+@pytest.mark.parametrize("projector", ["lsp", "orthonormal"])
+def test_autocast_is_for_the_forward_alone(projector):
+    """A weight gets its update inside the autocast region of the forward that uses it first."""
+    compare(loop(5, clip=100.0), torch.float32, Monitor(max_delay=1e-3), projector=projector, autocasts=True)
+
+
 def test_sgd():
     compare(loop(5), torch.float32, Monitor(max_delay=2e-3), rule="sgd")
 

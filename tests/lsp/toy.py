@@ -78,7 +78,9 @@ def loss_of(model: nn.Module, seed: int) -> torch.Tensor:
     dtype = next(iter(model.parameters())).dtype
     x = torch.randn(16, 7, generator=generator)
     target = torch.sin(3 * x.flip(1))
-    found = model(x.to(getattr(model, "device_of_inputs", "cpu"), dtype))
+    device = getattr(model, "device_of_inputs", torch.device("cpu"))
+    with torch.autocast(device.type, torch.bfloat16, enabled=getattr(model, "autocasts", False)):
+        found = model(x.to(device, dtype))
     return (found.float() - target.to(found.device)).square().mean()
 
 
@@ -98,6 +100,7 @@ class EngineSide:
         monitor: Monitor | None = None,
         lr: float = 2e-2,
         device: str = "cpu",
+        autocasts: bool = False,
         **lsp: Any,
     ) -> None:
         self.model = make_model(dtype)
@@ -106,9 +109,10 @@ class EngineSide:
             self.model,
             SlideFormerConfig(strategy="lsp", lsp={**SETTINGS, **lsp}, cpu_threads=1),
             device=torch.device(device),
+            autocast_dtype=torch.bfloat16 if autocasts else None,
             monitor=monitor,
         )
-        self.model.device_of_inputs = self.engine.device
+        self.model.device_of_inputs, self.model.autocasts = self.engine.device, autocasts
         self.engine.bind(self.optimizer)
 
     def run(self, events: Sequence[Event]) -> list[Any]:
@@ -166,9 +170,12 @@ class _Matrix:
 class PlainSide:
     """Sequential torch with the same arithmetic."""
 
-    def __init__(self, dtype: torch.dtype, rule: str = "adamw", lr: float = 2e-2, **lsp: Any) -> None:
+    def __init__(
+        self, dtype: torch.dtype, rule: str = "adamw", lr: float = 2e-2, autocasts: bool = False, **lsp: Any
+    ) -> None:
         self.settings = LspSettings(**{**SETTINGS, **lsp})
         self.model = make_model(dtype)
+        self.model.autocasts = autocasts
         self.optimizer = make_optimizer(self.model, rule, lr)
         found = rule_for(self.optimizer)
         assert found is not None
