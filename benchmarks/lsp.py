@@ -2,6 +2,7 @@
 
     python3 benchmarks/finetune/fetch.py out/cache
     python benchmarks/lsp.py --cache out/cache --seconds 120 --gbps 12 --threads 4 --out out/lsp
+    python benchmarks/lsp.py --shape 3b --rank 1536 --sequences 4 --length 512 --gpu-memory 12GiB   # time alone
 
 Each method trains in a process of its own, on the same batches, until its time is over. Copies between host and device
 take at least their bytes over ``--gbps`` in each direction, as on a laptop or a desktop with PCIe 3 or 4; the optimizer
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from train_llama import SHAPES, make_model
 
 METHODS = ("exact", "lsp", "orthonormal", "lora")
 RATES = {"exact": 5e-5, "lsp": 2e-4, "orthonormal": 2e-4, "lora": 1e-3}
@@ -31,8 +33,9 @@ RATES = {"exact": 5e-5, "lsp": 2e-4, "orthonormal": 2e-4, "lora": 1e-3}
 def parse(given: list[str] | None = None) -> argparse.Namespace:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cache", type=Path, required=True, help="folder that benchmarks/finetune/fetch.py has filled")
+    parser.add_argument("--cache", type=Path, help="folder that benchmarks/finetune/fetch.py has filled")
     parser.add_argument("--model", type=Path, help="another model folder")
+    parser.add_argument("--shape", choices=SHAPES, help="random weights and tokens instead: for time, not for loss")
     parser.add_argument("--layers", type=int, help="cut the model to its first layers, for machines without a GPU")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--out", type=Path, default=Path("out/lsp"))
@@ -79,6 +82,9 @@ def _slow(submit: Callable[..., Any], rate: float) -> Callable[..., Any]:
 
 def tokens(args: argparse.Namespace, name: str) -> torch.Tensor:
     """The texts of a split, one after another: int64 [rows, length]."""
+    if args.shape:
+        generator = torch.Generator().manual_seed(len(name))
+        return torch.randint(0, SHAPES[args.shape]["vocab_size"], (64, args.length), generator=generator)
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(args.model or args.cache / "smollm2-135m")
@@ -102,16 +108,12 @@ class Trainer:
     """One method on the model."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        from transformers import AutoModelForCausalLM
-
         self.args = args
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.engine: Any = None
         self.mixes = args.worker == "lora" and args.dtype == "bfloat16"
         torch.manual_seed(0)
-        folder = args.model or args.cache / "smollm2-135m"
-        dtype = getattr(torch, args.dtype)
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+        self.model = _model(args)
         if args.layers is not None:
             self.model.model.layers = self.model.model.layers[: args.layers]
             self.model.config.num_hidden_layers = args.layers
@@ -188,6 +190,16 @@ class Trainer:
         return found
 
 
+def _model(args: argparse.Namespace) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    dtype = getattr(torch, args.dtype)
+    if args.shape:
+        return make_model(args.shape, dtype, torch.device("cpu"))
+    folder = args.model or args.cache / "smollm2-135m"
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+
+
 def work(args: argparse.Namespace) -> None:
     """Train one method; a JSON line per measurement."""
     trainer, held = Trainer(args), tokens(args, "test")
@@ -226,14 +238,17 @@ def _figures(trainer: Trainer, spent: float, count: int) -> dict[str, Any]:
         cores = [r.core for unit in trainer.engine.units for r in unit.records if r.core is not None]
         figures |= {"host_bytes": report.host_bytes, "waits": report.stalls, "busy": report.busy}
         if cores:
+            figures["matrices"] = len(cores)
             figures["learned"] = sum(core.learned for core in cores)
-            figures["error"] = sum(core.errors[-1] for core in cores) / len(cores)
+            figures["mean_error_before_learning"] = sum(core.errors[-1] for core in cores) / len(cores)
     return figures
 
 
 def main() -> None:
     """Run all methods one after another and write what was found."""
     args = parse()
+    if args.cache is None and not args.shape:
+        raise SystemExit("--cache or --shape is needed")
     if args.worker:
         work(args)
         return
