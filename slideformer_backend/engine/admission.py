@@ -25,6 +25,7 @@ from .identity import ByIdentity
 from .moves import move_to_host
 from .preflight import Preflight
 from .states import MASTER, can_split, follow_masters, move_states
+from .strategy import LspPreflight
 from .unit import ParamRecord, Unit
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class Admission:
     def __init__(
         self,
         engine: Engine,
-        preflight: Preflight,
+        preflight: Preflight | LspPreflight,
         records: ByIdentity[ParamRecord],
         overlaps: Mapping[int, str],
     ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -13,7 +14,7 @@ from ..config import SlideFormerConfig
 from ..errors import ConfigError, PlanError, UnsupportedError
 from ..lsp_settings import LspSettings
 from ..optim.workers import WorkerPool
-from ..plan import Partition, Terms
+from ..plan import Part, Partition, Terms
 from ..plan.ledger import device_state_bytes
 from ..plan.remedies import gib
 from ..storage import HostMemory
@@ -25,8 +26,11 @@ from .device_units import DeviceUnits
 from .immediate import Immediate
 from .norms import Norms
 from .policy import UpdatePolicy
-from .preflight import Preflight
-from .unit import Unit
+from .preflight import Preflight, Room
+from .unit import ParamRecord, Unit
+
+if TYPE_CHECKING:
+    from .engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +121,18 @@ class LspPreflight:
 
     def before_bind(self, optimizer: Optimizer) -> None:
         """States are part of what ``check`` has counted."""
+
+    def before_admit(self, engine: Engine, records: Sequence[ParamRecord], edges: Sequence[Part]) -> Room:
+        """Frozen parameters are about to train: they are updated exactly, on the device.
+
+        Raises:
+            PlanError: it has no room for their gradients and states.
+        """
+        specs = [record.spec._replace(is_trainable=True) for record in records]
+        specs += [spec._replace(is_trainable=True) for part in edges for spec in part.specs]
+        gradients = sum(spec.shape.numel() * spec.dtype.itemsize for spec in specs)
+        self._refuse_if_over(gradients + device_state_bytes(specs, 2))
+        return Room(spilled=frozenset(), returning=frozenset())
 
     def _refuse_if_over(self, needed: int) -> None:
         if self._device.type != "cuda":

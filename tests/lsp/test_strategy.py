@@ -332,6 +332,31 @@ def test_optimizers_that_cores_cannot_serve_are_refused():
         attached(make_model(torch.float16))
 
 
+def test_what_is_unfrozen_later_is_updated_exactly():
+    model, plain = make_model(), make_model()
+    for each in (model, plain):
+        each.blocks[1].up.weight.requires_grad_(False)
+        each.head.bias.requires_grad_(False)
+    engine = attached(model, lsp={"rank": 8, "nonzeros": 2})
+    optimizer = make_optimizer(model)
+    engine.bind(optimizer)
+    for each in (model, plain):
+        each.blocks[1].up.weight.requires_grad_(True)
+        each.head.bias.requires_grad_(True)
+    loss_of(model, 0).backward()
+    loss_of(plain, 0).backward()
+    record = engine.record_of(model.blocks[1].up.weight)
+    assert record.core is None
+    assert torch.equal(model.blocks[1].up.weight.grad, plain.blocks[1].up.weight.grad)
+    optimizer.step()
+    make_optimizer(plain).step()
+    for name in ("blocks.1.up.weight", "head.bias", "blocks.0.norm.weight"):
+        found, right = model.get_parameter(name), plain.get_parameter(name)
+        assert torch.allclose(found, right, rtol=1e-5, atol=1e-7), name
+        assert not torch.equal(found, make_model().get_parameter(name))
+    engine.detach()
+
+
 def preflight(model, **options):
     config = SlideFormerConfig(strategy="lsp", lsp={"rank": 8, "nonzeros": 2}, **options)
     return LspPreflight(model, partition(model), config, torch.device("cuda"), None)
