@@ -14,6 +14,8 @@ from tests.main_job.conftest import ROOT, fetch
 
 __all__ = ["fetch"]
 
+pytestmark = pytest.mark.xdist_group("main job")  # one worker: they share the fetched model
+
 RANK, NONZEROS, ROUNDS = 288, 8, 200
 LAYER = "model.layers.1."
 NAMES = [LAYER + name for name in ("self_attn.q_proj.weight", "self_attn.o_proj.weight")]
