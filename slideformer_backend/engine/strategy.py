@@ -48,7 +48,11 @@ def check_strategy(config: SlideFormerConfig) -> None:
     refused = {
         "update": (config.update, "exact", "updates wait for step() and overlap the backward all the same"),
         "optimizer_states": (config.optimizer_states == "nvme", False, "the states of cores are small"),
-        "nvme_path": (config.nvme_path, None, "the states of cores are small"),
+        "nvme_path": (
+            config.nvme_path if config.activations != "nvme" else None,
+            None,
+            "the states of cores are small",
+        ),
     }
     for key, (found, expected, reason) in refused.items():
         if found != expected:
