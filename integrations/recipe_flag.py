@@ -99,13 +99,19 @@ def wrap_parse_dict(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def wrap_training_arguments(original: Callable[..., None]) -> Callable[..., None]:
-    """``TrainingArguments.__init__``: accepts ``slideformer=``."""
+    """``TrainingArguments.__init__``: accepts ``slideformer=``.
+
+    As ``deepspeed=`` it counts for the process, since recipes make further arguments out of their first ones; False
+    switches it off again.
+    """
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         if KEY in kwargs:
             value = kwargs.pop(KEY)
-            if value is not None:
+            if value is False:
+                session.plugin = None
+            elif value is not None:
                 switch_on(value)
         original(self, *args, **kwargs)
 

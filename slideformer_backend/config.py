@@ -233,6 +233,12 @@ class SlideFormerConfig:
                     remedy=f"remove {key.name}",
                 )
             object.__setattr__(self, key.name, normal)
+        if self.optimizer_states == "host" and self.nvme_fraction:
+            raise ConfigError(
+                f"nvme_fraction: {self.nvme_fraction} has nothing to be a share of.",
+                found="optimizer_states: host",
+                remedy="set optimizer_states: nvme, or remove nvme_fraction",
+            )
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, object], *, source: str = "slideformer_config") -> SlideFormerConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 OPTIMIZERS = {"adamw": 2, "adam": 2, "lion": 1, "sgd": 1, "sgd-plain": 0}
 """Moments per parameter."""
+LEAST_SIZE = 1 << 20
+"""Bytes: a smaller machine is a number whose unit was forgotten."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -51,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
     machine.add_argument("--host-memory", type=_size, metavar="SIZE", help="of a described machine")
     machine.add_argument("--nvme", type=_size, metavar="SIZE", help="free space for spill files")
     machine.add_argument("--nvme-path", metavar="FOLDER", help="folder for spill files on this machine")
-    machine.add_argument("--gpu-tflops", type=float, help="bf16 TFLOP/s of large matrix products")
+    machine.add_argument("--gpu-tflops", type=_rate, metavar="N", help="bf16 TFLOP/s of large matrix products")
     machine.add_argument("--link", type=_size, metavar="SIZE", help="bytes per second each way, such as 25GB")
     machine.add_argument("--host-bandwidth", type=_size, metavar="SIZE", help="bytes per second of the CPU's memory")
     machine.add_argument("--nvme-bandwidth", type=_size, metavar="SIZE", help="bytes per second, read and written")
@@ -300,9 +303,18 @@ def _positive(text: str) -> int:
     return number
 
 
+def _rate(text: str) -> float:
+    number = float(text)
+    if not 0.0 < number < math.inf:
+        raise argparse.ArgumentTypeError("a number above 0")
+    return number
+
+
 def _size(text: str) -> int:
     try:
-        size = SIZE.parse(text)
+        size = int(str(SIZE.parse(text)))
     except ValueError:
         raise argparse.ArgumentTypeError(SIZE.text) from None
-    return int(str(size))
+    if size < LEAST_SIZE:
+        raise argparse.ArgumentTypeError(f"{SIZE.text}; {text} is {size} bytes")
+    return size

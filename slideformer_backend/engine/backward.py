@@ -72,6 +72,8 @@ class Backward:
         self._expects_step = expects_step
         self._task = -1
         self._open: list[Visit] = []
+        self._apart: set[int] = set()
+        """Parameters whose gradient of the open backward has memory of its own until its unit is closed."""
         self.is_last = True
         """Whether a ``step()`` should follow the running backward."""
 
@@ -144,6 +146,8 @@ class Backward:
         if unit.opens:
             return
         for record in unit.trainable:
+            if id(record) in self._apart:
+                self._take_apart(record)
             record.parameter.grad = None
         self.backend.end("backward", unit.name)
         self.window.release(unit)
@@ -173,12 +177,29 @@ class Backward:
         with torch.no_grad():
             if gradient.data_ptr() == view.data_ptr():
                 pass  # autograd added in place
+            elif id(record) in self._apart:
+                view.copy_(gradient)  # it holds the whole sum
             elif record.has_gradient or id(record) in unit.arrived:
                 view.add_(gradient)
             else:
                 view.copy_(gradient)
         unit.arrived.add(id(record))
-        parameter.grad = view if view.dtype == parameter.dtype else None
+        if view.dtype != parameter.dtype:
+            parameter.grad = None
+        elif _has_other_hooks(parameter):  # they may keep what they see, for longer than the slot is this unit's
+            if id(record) not in self._apart:
+                self._apart.add(id(record))
+                parameter.grad = view.clone()
+        else:
+            parameter.grad = view
+
+    def _take_apart(self, record: ParamRecord) -> None:
+        """What hooks of user code made of a gradient counts."""
+        self._apart.discard(id(record))
+        slot, gradient = record.unit.gradient_slot, record.parameter.grad
+        if slot is not None and gradient is not None:
+            with torch.no_grad():
+                record.gradient_view(slot.flat).copy_(gradient)
 
     def finish(self) -> None:
         """Close what is still open and send the gradients of edge units; after an exception too."""
@@ -221,7 +242,11 @@ class Backward:
         self.backend.order("compute after pending gradient", buffer.sent)
         for record in unit.with_gradient:
             if record.spec.dtype == record.parameter.dtype:
-                record.parameter.grad = record.gradient_view(slot.flat)
+                view = record.gradient_view(slot.flat)
+                is_apart = _has_other_hooks(record.parameter)
+                if is_apart:
+                    self._apart.add(id(record))
+                record.parameter.grad = view.clone() if is_apart else view
 
     def _measure_slot(self, unit: Unit, slot: GradientSlot) -> None:
         # a device reads the slot at its own bandwidth; the host would spend a tenth of an update on it
@@ -263,6 +288,11 @@ class Backward:
             self.policy.measure(unit)
         is_last = self.is_last and all(visit.is_done for visit in unit.visits)
         self.policy.arrive(unit, is_last=is_last)
+
+
+def _has_other_hooks(parameter: torch.Tensor) -> bool:
+    """Whether user code has post-accumulate hooks on it beside ours."""
+    return len(parameter._post_accumulate_grad_hooks or ()) > 1
 
 
 class PostBackward(torch.autograd.Function):

@@ -22,13 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_nvme(config: SlideFormerConfig) -> None:
-    """Raise ConfigError for settings that contradict each other, or a folder that spill files are not safe in."""
-    if config.optimizer_states == "host" and config.nvme_fraction:
-        raise ConfigError(
-            f"nvme_fraction: {config.nvme_fraction} has nothing to be a share of.",
-            found="optimizer_states: host",
-            remedy="set optimizer_states: nvme, or remove nvme_fraction",
-        )
+    """Raise ConfigError for settings that lack a folder, or a folder that spill files are not safe in."""
     if config.nvme_path is not None:
         check_parent(config.nvme_path, System())
         reclaim(config.nvme_path, System())  # before the plan asks how much is free

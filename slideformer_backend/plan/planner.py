@@ -243,13 +243,14 @@ def activation_bytes(
     largest = max(unit.boundary for unit in activity)
     waiting = [unit.boundary for unit in activity]
     on_host = on_nvme = 0
+    leaving = [size for number, size in enumerate(waiting[:-KEPT_INPUTS]) if number not in kept]
     if request.choices.activations == "nvme":
-        sizes = [-(-size // FILE_BLOCK) * FILE_BLOCK for size in waiting[:-KEPT_INPUTS]]
+        sizes = [-(-size // FILE_BLOCK) * FILE_BLOCK for size in leaving]
         on_host, on_nvme = largest * min(STAGED_INPUTS, len(sizes)), sum(sizes)
     elif request.choices.activations == "host":
-        on_host = sum(waiting)
+        on_host = sum(size for number, size in enumerate(waiting) if number not in kept)
     if request.choices.activations in ("host", "nvme"):
-        waiting = [0] * len(waiting)
+        waiting = [size if number in kept else 0 for number, size in enumerate(waiting)]
     waiting = [size + (activity[number].saved if number in kept else 0) for number, size in enumerate(waiting)]
     gradients = [
         part.layout.gradient_bytes if number in resident else 0 for number, part in enumerate(request.parts.sliding)
@@ -381,8 +382,9 @@ def _costs(request: Request) -> Sequence[UnitCost]:
 def _time(request: Request, terms: Terms, kept: frozenset[int]) -> StepTime | None:
     if request.load is None or not request.activity:
         return None
-    leaving = request.choices.activations in ("host", "nvme")
-    inputs = sum(unit.boundary for unit in request.activity[:-KEPT_INPUTS]) if leaving else 0
+    leave = request.choices.activations in ("host", "nvme")
+    leaving = [unit.boundary for number, unit in enumerate(request.activity[:-KEPT_INPUTS]) if number not in kept]
+    inputs = sum(leaving) if leave else 0
     work = Work(
         request.load.tokens,
         request.load.accumulate,

@@ -39,7 +39,7 @@ class StepTime(NamedTuple):
     Attributes:
         resources: what each of "compute", "h2d", "d2h", "host", "nvme" works; a rate that is not known is missing.
         total: of a step.
-        bottleneck: the resource that sets it.
+        bottleneck: the resource that works longest.
         tokens_per_second: real tokens.
     """
 
@@ -125,9 +125,9 @@ def _combine(
     if work.filed:  # written beside the forward only, and read beside the backward only
         phases = max(one_forward, inputs[0]) + max(compute / count - one_forward, inputs[1])
         chains["nvme"] = max(resources["nvme"], count * phases)
-    bottleneck = max(chains, key=lambda name: chains[name])
+    bottleneck = max(resources, key=lambda name: resources[name])
     # The first unit's gradient comes last and its weights are needed first; nothing overlaps that but units ahead.
     exposed = 0.0 if 0 in terms.resident or not sliding else 1.0 / len(sliding)
     tail = exposed * sum(resources[name] / (count if name != "host" else 1) for name in ("d2h", "host"))
-    total = chains[bottleneck] + tail
+    total = max(chains.values()) + tail
     return StepTime(resources, total, bottleneck, work.tokens * count / total if total else 0.0)

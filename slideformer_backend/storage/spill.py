@@ -129,15 +129,18 @@ def _create(parent: str, system: System) -> tuple[str, int]:
     """A new directory and the descriptor that holds its lock."""
     for _ in range(ATTEMPTS):
         path = os.path.join(parent, f"slideformer-spill-{os.getpid()}-{secrets.token_hex(4)}")
-        lock = -1
+        lock, is_made = -1, False
         try:
             system.make_directory(path)
+            is_made = True
             lock = system.open(os.path.join(path, LOCK), os.O_RDWR | os.O_CREAT | os.O_EXCL)
             # a neighbour that starts now may find the directory before it is locked, and remove it
             if system.try_lock(lock) and system.status_of(lock).st_nlink:
                 return path, lock
             undone(system.close, lock, path)
-        except FileNotFoundError:
+        except FileNotFoundError as error:
+            if not is_made:
+                raise _refused("Making a spill directory in", parent, error) from error
             continue
         except OSError as error:
             _withdraw(path, lock, system)

@@ -126,3 +126,7 @@ def test_in_code(clean, tmp_path):
     assert not isinstance(trainer.model, torch.nn.DataParallel)
     engine.detach()
     assert "slideformer" not in arguments.to_dict()
+    TrainingArguments(output_dir=str(tmp_path))
+    assert session.is_active()  # as with deepspeed: recipes make further arguments out of their first ones
+    TrainingArguments(output_dir=str(tmp_path), slideformer=False)
+    assert not session.is_active()

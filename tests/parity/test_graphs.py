@@ -130,6 +130,34 @@ def test_post_accumulate_hooks_see_gradients(device):
     check(stack(), script, device)
 
 
+def _halve(parameter):
+    parameter.grad.mul_(0.5)
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_gradients_that_post_accumulate_hooks_keep(device, changes):
+    """What a hook keeps stays as it was, and what it writes counts; hooks from before and after ``prepare``."""
+
+    def make(kept):
+        model = stack()()
+        model.kept = kept
+        for parameter in model.blocks[1].parameters():
+            parameter.register_post_accumulate_grad_hook(lambda p: kept.append(p.grad))
+        return model
+
+    def script(run):
+        kept = run.model.kept
+        for parameter in run.model.blocks[2].parameters():
+            parameter.register_post_accumulate_grad_hook(lambda p: kept.append(p.grad.detach()))
+            if changes:
+                parameter.register_post_accumulate_grad_hook(_halve)
+        steps(run, run.optimizer(torch.optim.AdamW, **ADAMW))
+        for number, gradient in enumerate(kept):
+            run.see(f"kept {number}", gradient)
+
+    check(lambda: make([]), script, device)
+
+
 @each_policy
 @pytest.mark.parametrize(("separate", "tolerance"), [(True, None), (False, ASSOCIATIVITY)])
 def test_activations_captured_by_forward_hooks(device, policy, separate, tolerance):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -110,6 +111,28 @@ def test_given_rates_decide_the_step(plan):
     assert slow["seconds"] > fast["seconds"]
 
 
+def test_the_limit_is_what_works_longest(plan):
+    for more in ([], ["--accumulate", 8], ["--accumulate", 4, "--set", "update=immediate"]):
+        step = json.loads(plan("llama-3b", "--batch", 8, *DESCRIBED, *more, "--json")[1])["step"]
+        assert step["resources"][step["bottleneck"]] == max(step["resources"].values())
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--gpu-tflops", "-3"), ("--gpu-tflops", "nan"), ("--gpu-memory", "24"), ("--link", "0")]
+)
+def test_numbers_that_no_machine_has_are_refused(plan, capsys, option, value):
+    with pytest.raises(SystemExit):
+        plan("llama-1b", *DESCRIBED, f"{option}={value}")
+    assert option in capsys.readouterr().err
+
+
+def test_a_machine_that_is_proposed_is_large_enough(plan):
+    arguments = ["llama-70b", "--batch", 16, "--accumulate", 4, "--gpu-memory", "80GiB"]
+    _, out, _ = plan(*arguments, "--host-memory", "1TiB")
+    (size,) = re.findall(r"a machine with ([\d,.]+) GiB of host memory", out)
+    assert plan(*arguments, "--host-memory", size.replace(",", "") + "GiB")[0] == 0
+
+
 def test_a_local_config_and_precision(plan, tmp_path):
     """A folder, the file itself; fp32 under autocast takes bytes of both dtypes."""
     folder = config_json(tmp_path, dtype="float32")
@@ -136,6 +159,7 @@ def test_a_local_config_and_precision(plan, tmp_path):
         (["llama-1b", "--set", "update"], "KEY=VALUE"),
         (["llama-1b", "--set", "optimizer_states=ssd"], "auto, host, nvme"),
         (["llama-1b", "--config", "/nowhere.yaml"], "/nowhere.yaml"),
+        (["llama-1b", "--set", "optimizer_states=host", "--set", "nvme_fraction=0.5"], "nothing to be a share of"),
     ],
 )
 def test_mistakes_are_explained(plan, arguments, words):

@@ -198,6 +198,11 @@ def test_a_folder_that_cannot_be_written_is_refused(folder, code):
     assert os.listdir(folder) == []
 
 
+def test_a_folder_that_takes_no_directories_is_refused():
+    with pytest.raises(StorageError, match="ENOENT.*local disk"):
+        SpillDirectory("/proc")
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_read_only_folder_is_refused(folder):
     os.chmod(folder, 0o500)
