@@ -126,16 +126,18 @@ def test_base_exceptions_too(pool, error):
 
 
 def test_interrupt_waits_for_running_jobs():
-    ended, began = [], threading.Event()
+    ended, began, sent = [], threading.Event(), threading.Event()
 
     def slow():
         began.set()
-        time.sleep(0.3)
+        sent.wait(10)
+        time.sleep(0.5)
         ended.append(1)
 
     def interrupt():
         began.wait(10)
         os.kill(os.getpid(), signal.SIGINT)
+        sent.set()
 
     sender = threading.Thread(target=interrupt)
     sender.start()
