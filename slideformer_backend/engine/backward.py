@@ -198,6 +198,7 @@ class Backward:
         self._apart.discard(id(record))
         slot, gradient = record.unit.gradient_slot, record.parameter.grad
         if slot is not None and gradient is not None:
+            self.backend.touch(f"gradient of {record.unit.name}", writes=(slot,))
             with torch.no_grad():
                 record.gradient_view(slot.flat).copy_(gradient)
 
