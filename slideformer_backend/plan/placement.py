@@ -10,7 +10,8 @@ MARGIN = 1 << 29
 EDGE_SHARE = 4
 """Edge units update on the device when one in so many parts of the budget holds them all."""
 MANY_MICRO_BATCHES = 8
-"""From so many on a step wins more by a forward saved in each than by an update saved once."""
+"""From so many on a step should win more by a forward saved in each than by an update saved once: by the times of a
+3B layer at 32,768 tokens on an H200, 9 ms and 4 GiB against 29 ms and 1.5 GiB. Not measured as a whole."""
 
 
 def edges_may_update_on_device(nbytes: int, budget: int) -> bool:

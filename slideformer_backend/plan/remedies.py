@@ -238,10 +238,10 @@ def _hardware(plan: Plan) -> Change | None:
     choices = replace(request.choices, gpu_memory=None, host_memory=None)
     short = replace(plan, request=replace(request, choices=choices)).shortages
     if "gpu" in short:
-        words.append(f"{gib(_tenths(machine.gpu_total + short['gpu']))} of GPU memory")
+        words.append(f"{_room(machine.gpu_total + short['gpu'])} of GPU memory")
         machine = replace(machine, gpu_free=machine.gpu_free + short["gpu"])
     if "host" in short:
-        words.append(f"{gib(_tenths(machine.host.total + short['host']))} of host memory")
+        words.append(f"{_room(machine.host.total + short['host'])} of host memory")
         machine = replace(machine, host=machine.host._replace(available=machine.host.available + short["host"]))
     if "nvme" in short:
         machine = replace(machine, nvme_free=machine.nvme_free + short["nvme"])
@@ -256,15 +256,11 @@ def _hardware(plan: Plan) -> Change | None:
 
 
 def _room(nbytes: int) -> str:
-    """Space on a disk that takes files of so many bytes and what the file system keeps about them, rounded up."""
+    """Memory, or space on a disk, that holds so many bytes and what a file system keeps about them, rounded up to what
+    is shown: who takes it at its word must have enough."""
     nbytes += 1 << 20
     step = (1 << 30 if nbytes >= 1 << 30 else 1 << 20) / 10
     return gib(math.ceil(nbytes / step) * step)
-
-
-def _tenths(nbytes: int) -> int:
-    """Rounded up to what ``gib`` shows: who takes it at its word must have enough."""
-    return -(-nbytes * 10 // 2**30) * 2**30 // 10 + 1
 
 
 def gib(nbytes: float) -> str:
