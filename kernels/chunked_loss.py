@@ -78,11 +78,11 @@ def summed_loss(
     The divisor is in the gradients of the logits, so that what is rounded to 16 bits is what plain torch rounds. fp16
     has no room for that: there it is the late factor, as a loss scale is.
     """
-    projection = Projection(*head, wanted)
+    projection = Projection(*head, wanted, tokens=tokens)
     losses = torch.empty(len(targets), dtype=torch.float32, device=targets.device)
     factor = None if divisor is None else divisor.float().reciprocal()
     is_late = projection.dtype == torch.float16
-    for begin, end in projection.ranges(tokens):
+    for begin, end in projection.ranges():
         logits = projection.logits(begin, end)
         result = softmax_gradient_(
             logits,
@@ -108,10 +108,10 @@ def token_losses(
     with_statistics: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     """Loss and logsumexp of every token, and with statistics entropy and whether the target is on top; fp32 each."""
-    projection = Projection(*head, (False, False, False))
+    projection = Projection(*head, (False, False, False), tokens=tokens)
     count = len(targets)
     outputs = torch.empty(4 if with_statistics else 2, count, dtype=torch.float32, device=targets.device)
-    for begin, end in projection.ranges(tokens):
+    for begin, end in projection.ranges():
         result = softmax_gradient_(
             projection.logits(begin, end),
             targets[begin:end],
@@ -139,10 +139,10 @@ def token_gradients(
 
     ``dtype``: of the products in the forward.
     """
-    projection = Projection(*head, wanted, dtype=dtype, is_scaled=False)
+    projection = Projection(*head, wanted, dtype=dtype, is_scaled=False, tokens=tokens)
     of_loss = torch.zeros_like(upstream.lse) if upstream.of_loss is None else upstream.of_loss.float().contiguous()
     of_lse = None if upstream.of_lse is None else upstream.of_lse.float().contiguous()
-    for begin, end in projection.ranges(tokens):
+    for begin, end in projection.ranges():
         logits = projection.logits(begin, end)
         softmax_gradient_(
             logits,

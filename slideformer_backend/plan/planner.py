@@ -272,15 +272,18 @@ def activation_bytes(
 
 def head_bytes(request: Request) -> int:
     """What the head and the loss hold beside hidden states: fused, a chunk of logits and an fp32 sum of the weight's
-    gradient; else logits, their fp32 copy, probabilities and gradient."""
+    gradient, or where that is no more, all logits in 16 bits and the gradient; else logits, their fp32 copy,
+    probabilities and gradient."""
     if request.load is None or not request.vocabulary:
         return 0
     tokens, classes = request.load.tokens, request.vocabulary
     if not request.choices.lazy_logits:
         return 14 * tokens * classes
-    logits = 2 * tokens * classes
+    logits, sums = 2 * tokens * classes, 4 * classes * request.hidden
+    if logits <= min(CHUNK_BYTES + sums, 2 * sums):
+        return logits + sums // 2
     chunk = min(CHUNK_BYTES, logits // 2 if logits > SMALL_CHUNK_BYTES else logits)
-    return chunk + 4 * classes * request.hidden
+    return chunk + sums
 
 
 def head_operations(request: Request) -> float:

@@ -393,6 +393,9 @@ def test_chunk_size(monkeypatch):
     assert chunks.chunk_tokens(10_000, 1024, cpu, spare=1 << 30) == 2048, "but not more than as much again"
     assert chunks.chunk_tokens(100, 1024, cpu) == 100
     assert chunks.chunk_tokens(100, 1 << 21, cpu) == 1, "a row larger than the budget still goes, alone"
+    assert chunks.chunk_tokens(1500, 1024, cpu, unsummed=1 << 20) == 1500, "in place of the sum over chunks"
+    assert chunks.chunk_tokens(1500, 1024, cpu, unsummed=1 << 19) == 768, "a sum too small to be worth it"
+    assert chunks.chunk_tokens(5000, 1024, cpu, unsummed=3 << 20) == 1024, "more than the sum and a chunk"
     monkeypatch.setattr(chunks, "_SMALL_BYTES", 1 << 10)
     assert chunks.chunk_tokens(100, 1024, cpu) == 50, "logits worth saving are never held whole"
 
