@@ -20,7 +20,7 @@ class GateConfig(NamedTuple):
     """Elements and warps per program."""
 
     block: int = 2048
-    warps: int = 4
+    warps: int = 8
 
 
 @triton.jit
@@ -43,6 +43,14 @@ def tl_activate(x: tl.tensor, ACT: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def tl_part(columns: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
+    """Row and columns of this program; programs that run together read memory that lies together."""
+    parts = tl.cdiv(columns, BLOCK)
+    row = tl.program_id(0) // parts
+    return row.to(tl.int64), (tl.program_id(0) - row * parts) * BLOCK + tl.arange(0, BLOCK)
+
+
+@triton.jit
 def gated_forward_kernel(
     gate_ptr: tl.tensor,
     up_ptr: tl.tensor,
@@ -53,9 +61,8 @@ def gated_forward_kernel(
     ACT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Program (row, part of the row); ``out`` is contiguous."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    """A program per part of a row, one row after another; ``out`` is contiguous."""
+    row, column = tl_part(columns, BLOCK)
     inside = column < columns
     gate = tl.load(gate_ptr + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
@@ -79,8 +86,7 @@ def gated_backward_kernel(
     BLOCK: tl.constexpr,
 ) -> None:
     """As in forward; rows of both gradients are ``d_stride`` apart."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row, column = tl_part(columns, BLOCK)
     inside = column < columns
     dout = tl.load(dout_ptr + row * dout_stride + column, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
@@ -94,7 +100,7 @@ def gated_backward_kernel(
 def launch_config(columns: int) -> GateConfig:
     """Eight 16-bit elements per thread and access."""
     block = min(2048, max(128, triton.next_power_of_2(columns)))
-    return GateConfig(block, warps=max(1, min(4, block // 256)))
+    return GateConfig(block, warps=max(1, min(8, block // 256)))
 
 
 def launch_forward(
@@ -107,7 +113,7 @@ def launch_forward(
         return out
     config = config or launch_config(columns)
     with on_device_of(gate):
-        gated_forward_kernel[(rows, triton.cdiv(columns, config.block))](
+        gated_forward_kernel[(rows * triton.cdiv(columns, config.block),)](
             gate,
             up,
             out,
@@ -134,7 +140,7 @@ def launch_backward(
         return dgate, dup
     config = config or launch_config(columns)
     with on_device_of(gate):
-        gated_backward_kernel[(rows, triton.cdiv(columns, config.block))](
+        gated_backward_kernel[(rows * triton.cdiv(columns, config.block),)](
             dout,
             gate,
             up,

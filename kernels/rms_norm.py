@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from slideformer_backend.kernels import twins
-from slideformer_backend.kernels.column_sum import column_sum
-from slideformer_backend.kernels.runtime import on_device_of, processors, runs_triton, tl, triton
+from slideformer_backend.kernels.rms_norm_backward import NormConfig, as_rows, backward_config, launch_backward
+from slideformer_backend.kernels.runtime import on_device_of, runs_triton, tl, triton
 
 __all__ = [
     "NormConfig",
@@ -23,17 +23,6 @@ __all__ = [
 ]
 
 _WIDEST = 65536
-_PIPELINE_BYTES = 1 << 16  # of shared memory, for rows that are loaded ahead
-
-
-class NormConfig(NamedTuple):
-    """Rows that one program holds at a time, warps per program; for backward also programs per multiprocessor and how
-    many groups of rows are loaded ahead of the one that is used, plus one."""
-
-    rows: int
-    warps: int
-    programs: int = 1
-    stages: int = 1
 
 
 @triton.jit
@@ -56,9 +45,14 @@ def rms_norm_forward_kernel(
     BLOCK: tl.constexpr,
 ) -> None:
     """ROWS rows per program; outputs are contiguous."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    column = tl.arange(0, BLOCK)[None, :]
-    inside = (row < rows) & (column < columns)
+    if ROWS == 1:  # vectors: tiles of one row take up to a tenth longer
+        row = tl.program_id(0).to(tl.int64)
+        column = tl.arange(0, BLOCK)
+        inside = column < columns
+    else:
+        row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+        column = tl.arange(0, BLOCK)[None, :]
+        inside = (row < rows) & (column < columns)
     x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + row * residual_stride + column, mask=inside, other=0.0)
@@ -66,75 +60,19 @@ def rms_norm_forward_kernel(
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + row * columns + column, x, mask=inside)
     x = x.to(tl.float32)
-    rstd = 1.0 / tl.sqrt(tl.sum(x * x, 1) / columns + eps)
-    y = x * rstd[:, None]
+    if ROWS == 1:
+        rstd = 1.0 / tl.sqrt(tl.sum(x * x, 0) / columns + eps)
+        y = x * rstd
+        tl.store(rstd_ptr + row, rstd)
+    else:
+        lane = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        rstd = 1.0 / tl.sqrt(tl.sum(x * x, 1) / columns + eps)
+        y = x * rstd[:, None]
+        tl.store(rstd_ptr + lane, rstd, mask=lane < rows)
     if HAS_WEIGHT:
         weight = tl.load(weight_ptr + column, mask=column < columns, other=0.0).to(tl.float32)
         y = y * (weight + offset)
     tl.store(y_ptr + row * columns + column, y.to(y_ptr.dtype.element_ty), mask=inside)
-    lane = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    tl.store(rstd_ptr + lane, rstd, mask=lane < rows)
-
-
-@triton.jit
-def rms_norm_backward_kernel(
-    dy_ptr: tl.tensor,
-    dsum_ptr: tl.tensor,
-    x_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
-    rstd_ptr: tl.tensor,
-    dx_ptr: tl.tensor,
-    dweight_ptr: tl.tensor,
-    rows: tl.tensor,
-    columns: tl.tensor,
-    dy_stride: tl.tensor,
-    dsum_stride: tl.tensor,
-    x_stride: tl.tensor,
-    offset: tl.tensor,
-    HAS_SUM: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    WRITE_DX: tl.constexpr,
-    WRITE_DWEIGHT: tl.constexpr,
-    ROWS: tl.constexpr,
-    STAGES: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    """Persistent programs, each over every num_programs-th group of ROWS rows; ``dweight`` is [programs, columns].
-
-    With STAGES above 1 the loads of the next rows are under way while a row is reduced.
-    """
-    column = tl.arange(0, BLOCK)[None, :]
-    has_column = column < columns
-    lane = tl.arange(0, ROWS)
-    program = tl.program_id(0)
-    step = tl.num_programs(0) * ROWS
-    scale = tl.full([1, BLOCK], 1.0, tl.float32)
-    if HAS_WEIGHT:
-        scale = tl.load(weight_ptr + column, mask=has_column, other=0.0).to(tl.float32) + offset
-    dweight = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
-    line = program * ROWS + lane
-    following = tl.load(rstd_ptr + line, mask=line < rows, other=0.0)
-    for begin in tl.range(program * ROWS, rows, step, num_stages=STAGES):
-        line = begin + lane
-        row = line.to(tl.int64)[:, None]
-        inside = (row < rows) & has_column
-        x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-        dy = tl.load(dy_ptr + row * dy_stride + column, mask=inside, other=0.0).to(tl.float32)
-        rstd = following[:, None]
-        following = tl.load(rstd_ptr + line + step, mask=line + step < rows, other=0.0)
-        normal = x * rstd
-        if WRITE_DWEIGHT:
-            dweight += dy * normal
-        if WRITE_DX:
-            scaled = dy * scale
-            mean = tl.sum(scaled * normal, 1) / columns
-            dx = (scaled - normal * mean[:, None]) * rstd
-            if HAS_SUM:
-                dx += tl.load(dsum_ptr + row * dsum_stride + column, mask=inside, other=0.0).to(tl.float32)
-            tl.store(dx_ptr + row * columns + column, dx.to(dx_ptr.dtype.element_ty), mask=inside)
-    if WRITE_DWEIGHT:
-        total = tl.sum(dweight, 0)[None, :]
-        tl.store(dweight_ptr + program.to(tl.int64) * columns + column, total, mask=has_column)
 
 
 def forward_config(columns: int) -> NormConfig:
@@ -142,24 +80,6 @@ def forward_config(columns: int) -> NormConfig:
     block = triton.next_power_of_2(columns)
     rows = max(1, min(16, 2048 // block))
     return NormConfig(rows, warps=max(1, min(16, rows * block // 512)))
-
-
-def backward_config(columns: int, row_bytes: int) -> NormConfig:
-    """As in forward, with programs that stay on the device all the time.
-
-    Their number must not be more than the registers of a multiprocessor hold at once: those that wait would run alone
-    at the end. 16 elements per thread take 80 to 100 registers, so that 2 programs of 8 warps fit everywhere; loading
-    two rows ahead keeps memory busy with so few.
-
-    Args:
-        columns: of a row.
-        row_bytes: what is loaded per row.
-    """
-    block = triton.next_power_of_2(columns)
-    rows = max(1, min(16, 2048 // block))
-    warps = max(1, min(16, rows * block // 512))
-    ahead = min(2, _PIPELINE_BYTES // max(1, rows * row_bytes))
-    return NormConfig(rows, warps, programs=max(1, 16 // warps), stages=1 + ahead)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -238,61 +158,6 @@ def launch_forward(
     return stream, y, rstd
 
 
-def launch_backward(
-    dy: torch.Tensor,
-    dsum: torch.Tensor | None,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    rstd: torch.Tensor,
-    offset: float,
-    wanted: tuple[bool, bool],
-    config: NormConfig | None = None,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Gradients of x (plus ``dsum``) and of the weight, as ``wanted``."""
-    rows, columns = x.shape
-    wants_dx, wants_dweight = wanted[0], wanted[1] and weight is not None
-    dx = torch.empty(rows, columns, dtype=x.dtype, device=x.device) if wants_dx else None
-    if rows == 0 or columns == 0:
-        return dx, torch.zeros_like(weight) if wants_dweight and weight is not None else None
-    block = triton.next_power_of_2(columns)
-    config = config or backward_config(columns, block * x.element_size() * (2 if dsum is None else 3))
-    dy = _rows(dy)
-    dsum = None if dsum is None else _rows(dsum)
-    programs = min(triton.cdiv(rows, config.rows), processors(x) * config.programs)
-    partial = torch.empty(programs if wants_dweight else 0, columns, dtype=torch.float32, device=x.device)
-    with on_device_of(x):
-        rms_norm_backward_kernel[(programs,)](
-            dy,
-            dy if dsum is None else dsum,
-            x,
-            x if weight is None else weight,
-            rstd,
-            dy if dx is None else dx,
-            partial,
-            rows,
-            columns,
-            dy.stride(0),
-            0 if dsum is None else dsum.stride(0),
-            x.stride(0),
-            offset,
-            HAS_SUM=dsum is not None,
-            HAS_WEIGHT=weight is not None,
-            WRITE_DX=wants_dx,
-            WRITE_DWEIGHT=wants_dweight,
-            ROWS=config.rows,
-            STAGES=config.stages,
-            BLOCK=block,
-            num_warps=config.warps,
-        )
-    return dx, column_sum(partial, weight.dtype) if wants_dweight and weight is not None else None
-
-
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Two-dimensional with contiguous columns; a copy where that takes one."""
-    tensor = tensor.reshape(-1, tensor.shape[-1])
-    return tensor if tensor.stride(1) == 1 or tensor.shape[1] <= 1 else tensor.contiguous()
-
-
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6, offset: float = 0.0
 ) -> torch.Tensor:
@@ -309,7 +174,7 @@ def rms_norm(
     """
     if not runs_triton(x) or x.shape[-1] > _WIDEST or x.dtype == torch.float64:
         return twins.rms_norm(x, weight, eps, offset)
-    y: torch.Tensor = _apply(_rows(x), None, weight, eps, offset)[0]
+    y: torch.Tensor = _apply(as_rows(x), None, weight, eps, offset)[0]
     return y.view(x.shape)
 
 
@@ -326,5 +191,5 @@ def rms_norm_add(
     """
     if not runs_triton(x) or x.shape[-1] > _WIDEST or x.dtype == torch.float64:
         return twins.rms_norm_add(x, residual, weight, eps, offset)
-    y, stream = _apply(_rows(x), _rows(residual), weight, eps, offset)
+    y, stream = _apply(as_rows(x), as_rows(residual), weight, eps, offset)
     return y.view(x.shape), stream.view(x.shape)

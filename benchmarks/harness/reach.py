@@ -176,7 +176,11 @@ TOY = (
 
 
 def jobs_of(
-    rows: Iterable[Row], contenders: Sequence[str], common: Mapping[str, Any], overrides: Mapping[str, Any]
+    rows: Iterable[Row],
+    contenders: Sequence[str],
+    common: Mapping[str, Any],
+    overrides: Mapping[str, Any],
+    peer_steps: int | None = None,
 ) -> list[Job]:
     """Every process the rows need, each once: ceilings and peers serve several rows.
 
@@ -185,6 +189,7 @@ def jobs_of(
         contenders: only these; empty: all that the rows name.
         common: values for every job (device, steps, kernels ...).
         overrides: keys over the configuration of every row of ours.
+        peer_steps: timed steps of the others, who end a step before they begin the next one (None: as many as ours).
     """
     jobs: dict[str, Job] = {}
 
@@ -201,7 +206,8 @@ def jobs_of(
                 loads.append(row.load(clip))
     for (peer, shape, _), loads in shared.items():
         ascending = sorted(loads, key=lambda load: load.sequences)
-        add(Job(contender=peer, shape=shape, loads=tuple(ascending), **common))
+        job = Job(contender=peer, shape=shape, loads=tuple(ascending), **common)
+        add(job if peer_steps is None else dataclasses.replace(job, steps=peer_steps))
     for row in rows:
         loads = [row.load(clip) for clip in row.clips]
         config = {**row.config, **overrides}

@@ -15,12 +15,14 @@ from torch.optim import Optimizer
 from ..errors import UnsupportedError
 from ..optim.numba_kernels import warm_up
 from ..optim.rules import rule_for
+from .guard import drop_gradient
 from .unit import ONE, Entry, ParamRecord
 
 if TYPE_CHECKING:
     from .engine import Engine
 
-_REPLACED = ("step", "_step_supports_amp_scaling")
+_TORCH_ZERO_GRAD = inspect.unwrap(Optimizer.zero_grad)
+_REPLACED = ("step", "zero_grad", "_step_supports_amp_scaling")
 
 
 class Binding:
@@ -44,6 +46,10 @@ class Binding:
         if hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # a scheduler made before us counts calls through this mark
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # torch's own mark
         optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]  # with an undo, by design
+        is_own = inspect.unwrap(type(optimizer).zero_grad) is not _TORCH_ZERO_GRAD or "zero_grad" in self._previous
+        if not is_own:
+            # it stands between an update and the next forward: torch's own looks at every gradient first
+            optimizer.zero_grad = types.MethodType(_zero_grad, optimizer)  # type: ignore[method-assign]  # likewise
 
     def is_bound_to(self, optimizer: Optimizer) -> bool:
         """Whether this is the binding of ``optimizer``; False once the bound optimizer is gone."""
@@ -178,6 +184,17 @@ def _refuse_closure(optimizer: Optimizer) -> None:
             f"{type(optimizer).__name__} evaluates the model inside its step, where it would see master weights.",
             remedy="take an optimizer whose step needs no closure, such as AdamW",
         )
+
+
+@torch._disable_dynamo  # type: ignore[attr-defined]  # loads no compiler, as torch.compiler.disable would
+def _zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:
+    """Resets the gradients of all optimized parameters, as ``torch.optim.Optimizer.zero_grad`` does."""
+    if not set_to_none:
+        _TORCH_ZERO_GRAD(optimizer, set_to_none=False)
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            drop_gradient(parameter)
 
 
 class _Step:

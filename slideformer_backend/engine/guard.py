@@ -77,6 +77,15 @@ def access_of(tensor: torch.Tensor) -> Access | None:
     return _ACCESS.get(tensor)
 
 
+def drop_gradient(tensor: torch.Tensor) -> None:
+    """``tensor.grad = None``, without a look at the gradient first: whoever looks waits for it to be in memory."""
+    access = access_of(tensor) if hasattr(type(tensor), "_slideformer_own_class") else None
+    if access is not None:
+        access.set_grad(None)
+    elif tensor.grad is not None:
+        tensor.grad = None
+
+
 @functools.cache
 def guarded_class(own: type) -> type:
     """The guarded subclass of ``own``; it carries the name of ``own``, so that messages and repr stay the user's."""

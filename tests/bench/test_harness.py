@@ -58,6 +58,9 @@ class TestJobs:
         assert all(load.clip == "off" for job in jobs if job.contender == "torchao" for load in job.loads)
 
     def test_filters_and_overrides(self):
+        jobs = jobs_of(ROWS[:1], [], {"steps": 9}, {}, peer_steps=2)
+        assert {job.steps for job in jobs if job.contender == "ours"} == {9}
+        assert {job.steps for job in jobs if job.contender != "ours"} == {2}
         jobs = jobs_of(ROWS[:1], ["ours"], {"steps": 3}, {"gpu_memory": "9GiB"})
         assert [(job.contender, job.steps, job.config) for job in jobs] == [("ours", 3, {"gpu_memory": "9GiB"})]
 
