@@ -300,3 +300,48 @@ def test_an_optimizer_that_needs_a_closure_is_refused(device):
 
     with pytest.raises(UnsupportedError, match="LBFGS"):
         run_managed(stack(), script, device)
+
+
+@each_policy
+def test_gradients_are_reset_as_torch_resets_them(device, policy):
+    """To None or to zeros, with one kept by the script, and one on a parameter that is not the model's."""
+
+    def script(run):
+        own = torch.nn.Parameter(torch.ones(3))
+        optimizer = run.optimizer(torch.optim.AdamW, [{"params": run.model.parameters()}, {"params": [own]}], **ADAMW)
+        kept = None
+        for number, to_none in enumerate([True, False, True]):
+            ids = batch(number, device=run.device)
+            run.backward(language_loss(run.forward(ids), ids))
+            own.grad = torch.full((3,), 2.0)
+            if policy == "exact":
+                kept = kept if kept is not None else next(run.model.parameters()).grad
+                run.see("kept", kept)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=to_none)
+            found = [parameter.grad for parameter in (*run.model.parameters(), own)]
+            assert (
+                all(gradient is None for gradient in found)
+                if to_none
+                else not any(g.any() for g in found if g is not None)
+            )
+            run.see("own", own.detach())
+            run.see_weights()
+
+    check(llama(torch.bfloat16), script, device, policy=policy)
+
+
+def test_an_optimizer_keeps_its_own_reset(device):
+    class Counting(torch.optim.AdamW):
+        resets = 0
+
+        def zero_grad(self, set_to_none=True):
+            self.resets += 1
+            super().zero_grad(set_to_none)
+
+    def script(run):
+        optimizer = run.optimizer(Counting, run.model.parameters(), **ADAMW)
+        steps(run, optimizer, 2)
+        run.see("resets", torch.tensor(optimizer.resets))
+
+    check(llama(torch.bfloat16), script, device, policy="exact")
