@@ -21,6 +21,8 @@ _NUMBERS = frozenset({bool, int, float, type(None)})
 _NEVER = frozenset({dict, OrderedDict, set, str, tuple, list, FunctionType, MethodType})
 """Types that are neither tensors nor generators, so that no slower test is needed."""
 _Items = dict[str, Any]
+_NOTHING: _Items = {}
+"""What is found where nothing is; nobody writes into it."""
 
 
 class Effects:
@@ -32,16 +34,23 @@ class Effects:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._then: list[tuple[_Items, _Items]] = []
+        # lists side by side, not of pairs: every object that lives until the backward brings Python's next full
+        # collection nearer, and that stops everything
+        self._owners: list[_Items] = []
+        self._then: list[_Items] = []
         self._generators = []
+        children = list(module.modules())
         with torch._C.DisableTorchFunctionSubclass():
-            parameters = (p for child in module.modules() for p in child._parameters.values())
-            self._trains = [(parameter, parameter.requires_grad) for parameter in parameters if parameter is not None]
-        for child in module.modules():
+            parameters = (p for child in children for p in child._parameters.values())
+            self._parameters = [parameter for parameter in parameters if parameter is not None]
+            self._trains = bytes(parameter.requires_grad for parameter in self._parameters)
+        for child in children:
             for owner in (child.__dict__, child._buffers):
                 found, tensors, generators = _look(owner)
-                found.update((name, _kept(value)) for name, value in tensors)
-                self._then.append((owner, found))
+                for name, value in tensors:
+                    found[name] = _kept(value)
+                self._owners.append(owner)
+                self._then.append(found or _NOTHING)
                 self._generators += [(generator, generator.get_state()) for generator in generators]
         self._python = random.getstate()
         self._numpy = np.random.get_state()
@@ -49,10 +58,10 @@ class Effects:
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
         """The module is as it was then; afterwards it is as it is now, whatever the code inside did."""
-        now = [(owner, _look(owner).found) for owner, _ in self._then]
+        now = [_look(owner).found for owner in self._owners]
         generators = [(generator, generator.get_state()) for generator, _ in self._generators]
         python, numpy = random.getstate(), np.random.get_state()
-        for (owner, items), (_, present) in zip(self._then, now, strict=True):
+        for owner, items, present in zip(self._owners, self._then, now, strict=True):
             self._set(owner, {name: _kept(value) for name, value in items.items()}, present)
         self._set_generators(self._generators, self._python, self._numpy)
         turned = self._turn_to_then()
@@ -60,16 +69,17 @@ class Effects:
             yield
         finally:
             _turn(turned)
-            for owner, items in now:
+            for owner, items in zip(self._owners, now, strict=True):
                 self._set(owner, items, _look(owner).found)
             self._set_generators(generators, python, numpy)
 
     def _turn_to_then(self) -> list[tuple[nn.Parameter, bool]]:
         """Parameters train as they did then. Returns how those were now that did not."""
         with torch._C.DisableTorchFunctionSubclass():
-            turned = [(parameter, then) for parameter, then in self._trains if parameter.requires_grad != then]
+            then = zip(self._parameters, map(bool, self._trains), strict=True)
+            turned = [(parameter, trained) for parameter, trained in then if parameter.requires_grad != trained]
         _turn(turned)
-        return [(parameter, not then) for parameter, then in turned]
+        return [(parameter, not trained) for parameter, trained in turned]
 
     @staticmethod
     def _set(owner: _Items, items: _Items, present: _Items) -> None:

@@ -25,6 +25,7 @@ class Operation:
     """
 
     __slots__ = ("after", "has_begun", "name", "reads", "run", "states", "step", "ticket", "writes")
+    ticket: Ticket
 
     def __init__(
         self,
@@ -45,7 +46,6 @@ class Operation:
         self.states: Use = states
         self.step = step
         self.has_begun = False
-        self.ticket = Ticket(name)
 
     def execute(self, before: Ticket | None) -> None:
         """Called by the lane; ``before`` is the operation before this one."""
