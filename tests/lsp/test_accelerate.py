@@ -7,7 +7,7 @@ import torch
 from accelerate import Accelerator
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from slideformer_backend import UnsupportedError, api
+from slideformer_backend import api
 from slideformer_backend.integrations.plugin import SlideFormerPlugin
 from tests.launch.conftest import clean, environ, fresh_state, python, site
 
@@ -104,12 +104,15 @@ def test_trainer_with_its_defaults(tmp_path, clean):
     assert all(entry["grad_norm"] > 0 for entry in made.state.log_history if "grad_norm" in entry)
 
 
-def test_trainer_that_accumulates_must_not_clip(tmp_path, clean):
-    others = api.engines()
-    with pytest.raises(UnsupportedError, match="max_grad_norm: 0"):
-        trainer(tmp_path, clean, gradient_accumulation_steps=2).train()
-    _detach_all_but(others)
-    made = trainer(tmp_path, clean, gradient_accumulation_steps=2, max_grad_norm=0.0)
+def test_trainer_that_accumulates_and_clips(tmp_path, clean):
+    made = trainer(tmp_path, clean, gradient_accumulation_steps=2)
+    made.train_dataset = rows(4)  # two micro-batches of two: every step has all of it
     made.train()
     losses = [entry["loss"] for entry in made.state.log_history if "loss" in entry]
     assert losses[-1] < losses[0] - 0.3
+    norms = [float(entry["grad_norm"]) for entry in made.state.log_history if "grad_norm" in entry]
+    plain = llama()
+    ids = torch.stack([row["input_ids"] for row in rows(4)])
+    plain(input_ids=ids, labels=ids).loss.backward()
+    right = torch.nn.utils.get_total_norm([parameter.grad for parameter in plain.parameters()])
+    assert norms[0] == pytest.approx(float(right), rel=1e-5)
