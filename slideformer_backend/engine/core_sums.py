@@ -1,6 +1,6 @@
 """Sums of micro-batches' gradients, which a clip needs for their norm: cores are added, and do not know it.
 
-‖ΣG‖² has the products of all pairs of micro-batches in it, and neither cores (which lack a part of the gradient) nor the
+‖ΣG‖² has the products of all pairs of micro-batches in it, and neither cores (they lack a part of the gradient) nor the
 norms of the parts give those. So the sum itself is kept, in the gradient's dtype and as autograd would add it: on the
 device where that has room, else in host memory, from which it comes back once per micro-batch. Nothing but the norm is
 taken from it; a script that accumulates and does not clip is found out at its first step, and pays no longer.
@@ -37,7 +37,7 @@ STAGES = 3
 
 @dataclass(slots=True)
 class GradientSum:
-    """The gradient of a matrix so far, in ``kept`` (on the device) or in ``slab`` (on the host, when ``stored`` is over).
+    """The gradient of a matrix so far: ``kept`` (on the device) or ``slab`` (on the host, when ``stored`` is over).
     ``clips`` are to be applied before anything is added."""
 
     kept: torch.Tensor | None = None
