@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from ..plan.host_budget import probe_host_budget
+from ..plan.lsp_plan import SUMS_MARGIN
 from ..plan.remedies import gib
 from ..storage import HostMemory, Slab, Ticket, Tracked
 from ..transfer import Backend, copy
@@ -264,7 +265,7 @@ def place_of(needed: int, device: torch.device, cap: int | str) -> str:
     allocated = torch.cuda.memory_allocated(device)
     limit = free + torch.cuda.memory_reserved(device)
     room = (limit if isinstance(cap, str) else min(limit, cap)) - allocated
-    if needed + limit // 10 <= room:
+    if needed + limit // SUMS_MARGIN <= room:
         return "on the device"
     return "in host memory" if needed <= probe_host_budget().available else "nowhere"
 

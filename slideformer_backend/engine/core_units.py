@@ -7,7 +7,8 @@ asked for (clip, hyper-parameters); the weight gets the update when something us
 So clipping, accumulation (both: ``core_sums``) and dropped steps keep their meaning, and updates of deep units overlap
 that forward too.
 
-Parameters that are no matrices, and matrices too small to gain, are updated exactly, on the device.
+Parameters that are no matrices, matrices too small to gain, embeddings and head are updated exactly, on the device; the
+last two on the host, as with ``strategy: slide``, where the device has no room for their states.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from ..errors import UnsupportedError
 from ..lsp_settings import LspSettings
 from ..optim.rules import Rule
 from ..optim.workers import WorkerPool
+from ..plan.cores import is_compressed
 from ..storage import HostMemory, Slab, Tracked
 from ..transfer import Backend, copy
 from .core import Core, CoreArithmetic, CoreEntry, Partial, Ready
-from .core_projectors import Projectors, is_compressed
+from .core_projectors import Projectors
 from .core_sums import GradientSums, is_clip
 from .device_units import DeviceUnits
 from .edges import device_gradient, set_device_gradient
@@ -67,11 +69,8 @@ class CoreUnits(DeviceUnits):
         self._projectors = Projectors(self.settings, backend, memory)
         self._sums = GradientSums(backend, memory, norms, config.gpu_memory)
 
-    def take(self, unit: Unit, *, is_edge: bool) -> None:
-        """``unit`` lives on the device from now on; matrices of a block get their cores."""
-        unit.updates_on_device = True
-        if is_edge:
-            return
+    def take(self, unit: Unit) -> None:
+        """Matrices of a block on the device get their cores."""
         for record in unit.trainable:
             shape = tuple(record.spec.shape)
             if is_compressed(shape, self.settings):

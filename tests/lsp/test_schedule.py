@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 import torch
 
-from slideformer_backend.engine import core_sums
+from slideformer_backend.engine import core_sums, lsp_preflight
 from slideformer_backend.errors import UnsupportedError
+from slideformer_backend.plan.lsp_plan import make_lsp_plan
 from slideformer_backend.transfer import Monitor
 from tests.race.waits import Wait, WaitMonitor, names_in_source
 
@@ -92,6 +94,37 @@ def test_whatever_a_script_may_do(seed):
     dtype = torch.bfloat16 if seed % 2 else torch.float32
     projector = "orthonormal" if seed % 3 == 2 else "lsp"
     compare(wild(seed), dtype, Monitor(max_delay=1e-3, seed=seed), projector=projector)
+
+
+@pytest.fixture
+def edges_on_host(monkeypatch):
+    """As where the device has no room for states of embeddings and head."""
+
+    def decide(request, settings):
+        plan = make_lsp_plan(request, settings)
+        return replace(plan, terms=replace(plan.terms, edges_update_on_device=False))
+
+    monkeypatch.setattr(lsp_preflight, "make_lsp_plan", decide)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_edges_on_the_host_change_no_bit(edges_on_host, seed):
+    dtype = torch.bfloat16 if seed % 2 else torch.float32
+    compare(wild(seed + 20), dtype, Monitor(max_delay=1e-3, seed=seed))
+    compare(sums(seed), dtype, Monitor(max_delay=1e-3, seed=seed))
+
+
+def test_edges_on_the_host_have_their_states_there(edges_on_host):
+    side = EngineSide(torch.bfloat16)
+    side.run(LOOP)
+    side.engine.settle()
+    for name in ("inp.weight", "head.bias"):
+        record = side.engine.record_of(side.model.get_parameter(name))
+        assert not record.device_states
+        assert set(record.unit.states) == {"master", "exp_avg", "exp_avg_sq"}
+    inner = side.engine.record_of(side.model.get_parameter("blocks.0.norm.weight"))
+    assert set(inner.device_states) == {"master", "exp_avg", "exp_avg_sq"}
+    side.close()
 
 
 def test_delays_change_nothing_and_updates_wait_for_their_use():

@@ -8,13 +8,14 @@ from torch import nn
 
 from slideformer_backend.api import attach
 from slideformer_backend.config import SlideFormerConfig
-from slideformer_backend.engine import core_projectors
-from slideformer_backend.engine.strategy import LspPreflight, core_elements, factor_bytes
+from slideformer_backend.engine.lsp_preflight import LspPreflight
 from slideformer_backend.errors import CheckpointError, ConfigError, PlanError, UnsupportedError
 from slideformer_backend.kernels.sparse_factor import make_factor
 from slideformer_backend.lsp import SparseProjector
 from slideformer_backend.lsp_settings import LspSettings
+from slideformer_backend.plan import cores as plan_of_cores
 from slideformer_backend.plan import partition
+from slideformer_backend.plan.cores import core_elements, factor_bytes
 
 from .toy import EngineSide, Event, PlainSide, loss_of, make_model, make_optimizer
 
@@ -42,7 +43,7 @@ def permutation(count, seed):
 
 def test_a_signed_permutation_is_adamw_bit_for_bit(monkeypatch):
     """r = 1, d = m = n: nothing is lost, so nothing but the order of elements differs. 200 steps, clipped at times."""
-    monkeypatch.setattr(core_projectors, "LEAST_GAIN", 0)
+    monkeypatch.setattr(plan_of_cores, "LEAST_GAIN", 0)
     side = EngineSide(torch.float32, rank=64, nonzeros=1, alpha=1.0)
     with torch.no_grad():
         for number, (name, parameter) in enumerate(side.model.named_parameters()):
@@ -362,17 +363,48 @@ def preflight(model, **options):
     return LspPreflight(model, partition(model), config, torch.device("cuda"), None)
 
 
-def test_a_gpu_that_cannot_hold_the_weights_is_refused_before_anything_moves(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30_000, 40_000))
+@pytest.fixture
+def gpu(monkeypatch):
+    """Sets how much memory of a GPU is free."""
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "described")
+
+    def set_free(free):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 * free))
+
+    return set_free
+
+
+def test_what_cannot_fit_is_refused_before_anything_moves(gpu):
     model = make_model()
+    gpu(30_000)
     with pytest.raises(PlanError, match="no room") as caught:
         preflight(model).check()
     assert "strategy: slide" in str(caught.value)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (300_000, 400_000))
+    gpu(300_000)
     assert preflight(model).check().prefetch == 0
     with pytest.raises(PlanError, match="no room"):
         preflight(model, gpu_memory=30_000).check()
+    with pytest.raises(PlanError, match=r"host memory, which has no room.*host_memory"):
+        preflight(model, host_memory=10_000).check()
+
+
+def test_states_of_edges_wait_on_the_host_where_the_gpu_is_short(gpu):
+    """``gpu_memory`` decides; what is taken is a quarter for activations, as nobody knows the batch."""
+    model = make_model()
+    gpu(1 << 30)
+    whole = preflight(model).plan.ledger
+    assert whole.host_edges == 0
+    just = whole.device * 4 // 3 + 4
+    assert preflight(model, gpu_memory=just).check().edges_update_on_device
+    short = preflight(model, gpu_memory=just - 8)
+    assert not short.check().edges_update_on_device
+    assert short.plan.device == whole.device - 8 * sum(p.numel() for p in edges_of(model))
+    assert short.plan.host > whole.host + 16 * sum(p.numel() for p in edges_of(model))
+
+
+def edges_of(model):
+    return [*model.inp.parameters(), *model.head.parameters()]
 
 
 def test_a_rank_that_compresses_nothing_is_said_aloud(caplog):

@@ -16,13 +16,13 @@ from torch import nn
 
 from slideformer_backend.api import Engine, attach
 from slideformer_backend.config import SlideFormerConfig
-from slideformer_backend.engine.core_projectors import is_compressed
 from slideformer_backend.engine.unit import KINDS, ONE
 from slideformer_backend.lsp import Beta, OrthonormalProjector, SparseProjector, carry_moments
 from slideformer_backend.lsp_settings import LspSettings
 from slideformer_backend.optim import twins
 from slideformer_backend.optim.norm import block_count, clip_coefficient
 from slideformer_backend.optim.rules import rule_for
+from slideformer_backend.plan.cores import is_compressed
 from slideformer_backend.transfer import Monitor
 
 SETTINGS = {"rank": 8, "nonzeros": 3, "check_interval": 3, "alpha": 0.6, "timeout": 4}
