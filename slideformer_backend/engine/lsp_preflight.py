@@ -112,13 +112,13 @@ class LspPreflight:
             return
         least = replace(self.plan.terms, edges_update_on_device=False)
         ledger = lsp_ledger(request.parts, self.plan.settings, least)
-        if ledger.device > request.gpu_budget:
+        needed = ledger.device - ledger.device_work  # what comes at once for certain
+        if needed > request.gpu_budget:
             raise self._refusal(
                 "strategy: lsp keeps all weights on the GPU, which has no room for them.",
-                f"at least {gib(ledger.device)} needed before any activation (weights {gib(ledger.device_weights)},"
-                f" exact gradients and states {gib(ledger.device_gradients + ledger.device_states)}, projectors"
-                f" {gib(ledger.device_projectors)}, updates {gib(ledger.device_updates)}, compressing and learning"
-                f" {gib(ledger.device_work)})",
+                f"at least {gib(needed)} needed before any activation (weights {gib(ledger.device_weights)}, exact"
+                f" gradients and states {gib(ledger.device_gradients + ledger.device_states)}, projectors"
+                f" {gib(ledger.device_projectors)}, updates {gib(ledger.device_updates)})",
                 f"at most {gib(request.gpu_budget)}",
             )
 

@@ -437,6 +437,7 @@ def test_what_the_engine_allocates_is_what_the_formulas_say(side):
     side.engine.settle()
     total = sum(core_elements(core.projector.shape, settings) for core in cores)
     assert side.engine.report().host_bytes == total * (4 + 4 + 8) + _norm_bytes(side)
+    assert side.engine._preflight.plan.ledger.host == total * (4 + 4 + 8)
 
 
 def _norm_bytes(side):
