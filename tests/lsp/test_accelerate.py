@@ -45,8 +45,9 @@ def rows(count=16):
     return [{"input_ids": row, "labels": row} for row in ids]
 
 
-def prepared():
-    accelerator = Accelerator(cpu=True, kwargs_handlers=[SlideFormerPlugin(strategy="lsp", lsp=LSP, cpu_threads=1)])
+def prepared(**lsp):
+    plugin = SlideFormerPlugin(strategy="lsp", lsp={**LSP, **lsp}, cpu_threads=1)
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[plugin])
     model = llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
@@ -68,8 +69,9 @@ def train(accelerator, model, optimizer, schedule, steps, first=0):
     return losses
 
 
-def test_a_loop_goes_on_from_its_checkpoint_bit_for_bit(tmp_path):
-    state = prepared()
+@pytest.mark.parametrize("projector", ["lsp", "orthonormal"])
+def test_a_loop_goes_on_from_its_checkpoint_bit_for_bit(tmp_path, projector):
+    state = prepared(projector=projector)
     early = train(*state, 5)
     state[0].save_state(str(tmp_path / "state"))
     expected = train(*state, 4, first=5)
@@ -80,7 +82,7 @@ def test_a_loop_goes_on_from_its_checkpoint_bit_for_bit(tmp_path):
 
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    again = prepared()
+    again = prepared(projector=projector)
     again[0].load_state(str(tmp_path / "state"))
     assert train(*again, 4, first=5) == expected
 
