@@ -181,7 +181,7 @@ class GradientSums:
             self._slabs[id(record)] = self._memory.allocate(f"sum of gradients of {core.name}", size, dma=True)
         made.slab = self._slabs[id(record)]
         stage = self._take_stage()
-        self._backend.order("compute after stage of sums drained", stage.drained)
+        self._backend.order("compute after stage of gradient sums drained", stage.drained)
         self._backend.touch(f"sum of gradients of {core.name}", writes=(stage,))
         _view(stage.flat, gradient).copy_(gradient)
         self._store(core, made, gradient, stage)
@@ -204,8 +204,8 @@ class GradientSums:
             partial(copy, _view(stage.flat, gradient), _view(slab.flat, gradient)),
             after={
                 "h2d after sum of gradients stored": found.stored,
-                "h2d after stage of sums used": stage.used,
-                "h2d after stage of sums drained": stage.drained,
+                "h2d after stage of gradient sums used": stage.used,
+                "h2d after stage of gradient sums drained": stage.drained,
             },
             reads=(slab,),
             writes=(stage,),
