@@ -222,10 +222,12 @@ def _is_red(index, wait):
 PLACES = ["on the device", "in host memory"]
 
 
-def sums(seed, steps=4):
+def sums(seed, steps=3):
     """Steps of several micro-batches, clipped before, between and after them, some dropped, some with gradients that
     user code assigns."""
-    chance, events = random.Random(seed), []
+    chance = random.Random(seed)
+    events = [Event("backward", (seed, False)), Event("clip", 0.05), Event("clip", 0.04), Event("backward", (1, True))]
+    events += [Event("clip", 0.5), Event("step"), Event("zero")]
     for _ in range(steps):
         if chance.random() < 0.4:
             events.append(Event("assign", f"blocks.{chance.randrange(3)}.up.weight"))
@@ -249,6 +251,18 @@ def test_accumulated_gradients_are_clipped_by_the_norm_of_their_sum(monkeypatch,
     dtype = torch.bfloat16 if seed % 2 else torch.float32
     projector = "orthonormal" if seed == 3 else "lsp"
     compare(sums(seed), dtype, Monitor(max_delay=1e-3, seed=seed), projector=projector)
+
+
+def test_sums_leave_with_the_gradient(monkeypatch):
+    monkeypatch.setattr(core_sums, "place_of", lambda *_: "on the device")
+    side = EngineSide(torch.float32)
+    held = side.engine.edges.device_units._sums._sums
+    side.run([Event("backward", (0, False))])
+    assert len(held) == 12
+    assert torch.is_tensor(next(iter(held.values())).kept)
+    side.run([Event("zero")])
+    assert not held
+    side.close()
 
 
 @pytest.mark.parametrize("place", PLACES)
