@@ -55,6 +55,7 @@ def lsp_contents(plan: LspPlan) -> dict[str, dict[str, int]]:
     """The same under ``strategy: lsp``."""
     ledger = plan.ledger
     sums = {"sums of gradients": ledger.sums}
+    passing = {"sums on their way": ledger.sum_stages} if ledger.sum_stages else {}
     tiers: dict[str, dict[str, int]] = {}
     if plan.request.machine.has_gpu:
         tiers["GPU"] = {
@@ -63,7 +64,7 @@ def lsp_contents(plan: LspPlan) -> dict[str, dict[str, int]]:
             "projectors": ledger.device_projectors,
             "updates, compressing": ledger.device_updates + ledger.device_work,
             "activations": plan.activations.device,
-            **(sums if plan.sums_on_device else {}),
+            **(sums if plan.sums_on_device else passing),
         }
     tiers["host"] = {
         "moments of cores": ledger.host_moments,

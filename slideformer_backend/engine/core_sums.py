@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from ..plan.host_budget import probe_host_budget
-from ..plan.lsp_plan import SUMS_MARGIN
+from ..plan.lsp_plan import SUM_STAGES, SUMS_MARGIN
 from ..plan.remedies import gib
 from ..storage import HostMemory, Slab, Ticket, Tracked
 from ..transfer import Backend, copy
@@ -31,9 +31,6 @@ if TYPE_CHECKING:
     from .core import Core
 
 logger = logging.getLogger(__name__)
-
-STAGES = 3
-"""Device buffers for sums on their way: one arrives, one is added to, one leaves."""
 
 
 @dataclass(slots=True)
@@ -247,10 +244,10 @@ class GradientSums:
 
     def _take_stage(self) -> _Stage:
         if not self._stages:
-            for number in range(STAGES):
+            for number in range(SUM_STAGES):
                 flat = torch.empty(self._largest, dtype=torch.uint8, device=self._backend.device)
                 self._stages.append(_Stage(f"stage {number} of sums of gradients", flat))
-        self._turn = (self._turn + 1) % STAGES
+        self._turn = (self._turn + 1) % SUM_STAGES
         stage = self._stages[self._turn]
         while any(arrival.stage is stage for arrival in self._waiting):
             self._add(self._waiting.popleft())

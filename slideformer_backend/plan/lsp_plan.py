@@ -19,6 +19,8 @@ from .remedies import Change, gib, scaled
 from .spill import Spill
 from .step_time import GEMM_SHARE, HOST_SHARE, StepTime, Work, combine, update_bytes
 
+SUM_STAGES = 3
+"""Device buffers through which sums of gradients on the host pass: one arrives, one is added to, one leaves."""
 SUMS_MARGIN = 10
 """Sums of gradients stay on the device if one in so many parts of its memory is left free."""
 LEAST_RANK = 64
@@ -43,6 +45,7 @@ class LspLedger:
         core_bytes: of all cores on the wire.
         edge_bytes: gradients of those edges, and as many weights back.
         sums: gradients of all compressed matrices, which are kept between micro-batches.
+        sum_stages: device buffers through which they pass where they are on the host.
     """
 
     matrices: int
@@ -58,10 +61,11 @@ class LspLedger:
     core_bytes: int
     edge_bytes: int
     sums: int
+    sum_stages: int
 
     @property
     def device(self) -> int:
-        """Device bytes without activations."""
+        """Device bytes without activations and sums."""
         kept = self.device_weights + self.device_gradients + self.device_states
         return kept + self.device_projectors + self.device_updates + self.device_work
 
@@ -104,6 +108,7 @@ def lsp_ledger(parts: Partition, settings: LspSettings, terms: Terms) -> LspLedg
         core_bytes=core_bytes,
         edge_bytes=sum(part.layout.gradient_bytes for part in away.edges),
         sums=sums if terms.accumulates else 0,
+        sum_stages=SUM_STAGES * max(map(_nbytes, cores), default=0) if terms.accumulates else 0,
     )
 
 
@@ -133,7 +138,8 @@ class LspPlan(Outcome):
 
     @property
     def device(self) -> int:
-        return self.ledger.device + self.activations.device + (self.ledger.sums if self.sums_on_device else 0)
+        ledger = self.ledger
+        return ledger.device + self.activations.device + (ledger.sums if self.sums_on_device else ledger.sum_stages)
 
     @property
     def host(self) -> int:

@@ -66,6 +66,14 @@ def test_sums_of_gradients_have_the_norm_of_plain_accumulation(monkeypatch):
         side.close()
 
 
+@pytest.mark.parametrize("clip", [None, 0.2])
+def test_edges_on_the_host_change_no_bit(request, clip):
+    expected = run(loop(6, clip=clip))
+    request.getfixturevalue("edges_on_host")
+    for found in (run(loop(6, clip=clip)), run(loop(6, clip=clip), ("h2d", "d2h", "update"))):
+        assert all(torch.equal(right, value) for right, value in zip(expected, found, strict=True))
+
+
 def test_a_large_matrix_against_its_dense_factors():
     """A shape of a 7B model: cores and updates are those of dense products."""
     device = torch.device("cuda")

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from dataclasses import replace
 
 import pytest
 import torch
 
-from slideformer_backend.engine import core_sums, lsp_preflight
+from slideformer_backend.engine import core_sums
 from slideformer_backend.errors import UnsupportedError
-from slideformer_backend.plan.lsp_plan import make_lsp_plan
 from slideformer_backend.transfer import Monitor
 from tests.race.waits import Wait, WaitMonitor, names_in_source
 
@@ -94,17 +92,6 @@ def test_whatever_a_script_may_do(seed):
     dtype = torch.bfloat16 if seed % 2 else torch.float32
     projector = "orthonormal" if seed % 3 == 2 else "lsp"
     compare(wild(seed), dtype, Monitor(max_delay=1e-3, seed=seed), projector=projector)
-
-
-@pytest.fixture
-def edges_on_host(monkeypatch):
-    """As where the device has no room for states of embeddings and head."""
-
-    def decide(request, settings):
-        plan = make_lsp_plan(request, settings)
-        return replace(plan, terms=replace(plan.terms, edges_update_on_device=False))
-
-    monkeypatch.setattr(lsp_preflight, "make_lsp_plan", decide)
 
 
 @pytest.mark.parametrize("seed", range(3))
