@@ -3,7 +3,9 @@
 ‖ΣG‖² has the products of all pairs of micro-batches in it, and neither cores (they lack a part of the gradient) nor the
 norms of the parts give those. So the sum itself is kept, in the gradient's dtype and as autograd would add it: on the
 device where that has room, else in host memory, from which it comes back once per micro-batch. Nothing but the norm is
-taken from it; a script that accumulates and does not clip is found out at its first step, and pays no longer.
+taken from it; a script that accumulates and does not clip is found out at its first step, and pays no longer. One that
+accumulates by hand says so by its second micro-batch only: in the first step each gradient is kept that the device has
+room for.
 """
 
 from __future__ import annotations
@@ -81,7 +83,8 @@ class GradientSums:
         self._sums: dict[int, GradientSum] = {}
         self._slabs: dict[int, Slab] = {}
         self._is_wanted = True
-        self._is_asked = self._has_begun = False
+        self._is_asked = self._has_summed = False
+        self._steps = 0
         self._where: str | None = None
         self._stages: list[_Stage] = []
         self._turn = 0
@@ -107,9 +110,10 @@ class GradientSums:
         if not record.has_gradient:
             self._norms.launch(record, gradient.view(-1))
             self._sums.pop(id(record), None)
-            if not is_last and self._is_wanted and self._place() is not None:
+            if self._may_grow(is_last=is_last):
                 self._begin(record, core, gradient)
             return True
+        self._has_summed = True
         found = self._sums.get(id(record))
         if found is None:
             self._norms.launch(record, gradient.view(-1))
@@ -144,11 +148,13 @@ class GradientSums:
 
     def after_step(self) -> None:
         """What the script did since the last ``step()`` is what it is expected to do next."""
-        if self._has_begun:
+        if self._has_summed:
             self._is_wanted = self._is_asked
-        self._has_begun = self._is_asked = False
-        if not self._is_wanted:
+        self._has_summed = self._is_asked = False
+        self._steps += 1
+        if not self._is_wanted or self._steps == 1:
             self._sums.clear()
+        if not self._is_wanted:
             self._slabs.clear()
             self._stages.clear()
 
@@ -160,15 +166,23 @@ class GradientSums:
 
     # -- internals -------------------------------------------------------------------------------------------------
 
+    def _may_grow(self, *, is_last: bool) -> bool:
+        """Whether another micro-batch may add to a gradient, and the norm of the sum will be asked for."""
+        if not self._is_wanted or (is_last and self._steps):
+            return False
+        place = self._place()
+        return place == "on the device" if is_last else place is not None
+
     def _place(self) -> str | None:
         """Where sums are kept, decided in the backward of the first: most other memory is taken then."""
         if self._where is None:
             self._where = place_of(self._total, self._backend.device, self._cap)
-            logger.info("SlideFormer: sums of gradients, for their norm: %s, %s.", gib(self._total), self._where)
+            if self._where != "on the device":
+                words = "SlideFormer: sums of gradients, for their norm, take %s: %s; the GPU has no room for them."
+                logger.info(words, gib(self._total), self._where)
         return None if self._where == "nowhere" else self._where
 
     def _begin(self, record: ParamRecord, core: Core, gradient: torch.Tensor) -> None:
-        self._has_begun = True
         made = self._sums[id(record)] = GradientSum()
         if self._where == "on the device":
             made.kept = gradient

@@ -281,15 +281,27 @@ def test_who_does_not_clip_pays_for_one_step(monkeypatch):
     side.close()
 
 
-def test_the_norm_of_a_sum_that_nobody_announced_is_refused(monkeypatch):
-    hand = [Event("backward", (0, True)), Event("backward", (1, True))]
+HAND = [Event("backward", (0, True)), Event("backward", (1, True)), Event("clip", 0.1), Event("step"), Event("zero")]
+
+
+def test_a_loop_that_accumulates_by_hand():
+    """The engine learns from the first step how many micro-batches there are."""
+    compare([*HAND * 3, Event("read")], torch.float32)
     side = EngineSide(torch.float32)
-    side.run(hand)
+    held = side.engine.edges.device_units._sums._sums
+    side.run([*LOOP, Event("backward", (1, True))])
+    assert not held  # it does not accumulate
+    side.close()
+
+
+def test_the_norm_of_a_sum_that_nobody_announced_is_refused(monkeypatch):
+    monkeypatch.setattr(core_sums, "place_of", lambda *_: "in host memory")
+    side = EngineSide(torch.float32)
+    side.run(HAND[:2])
     assert side.engine.clip_grad_norm_(side.model.parameters(), float("inf")).isnan()
     with pytest.raises(UnsupportedError, match=r"nothing said beforehand.*accelerator\.accumulate"):
-        side.engine.clip_grad_norm_(side.model.parameters(), 1.0)
-    side.run([Event("step"), Event("zero"), Event("backward", (2, True))])
-    assert side.engine.clip_grad_norm_(side.model.parameters(), 1.0) > 0
+        side.run(HAND[2:])
+    side.run([Event("step"), Event("zero"), *HAND[:3]])
     side.close()
     monkeypatch.setattr(core_sums, "place_of", lambda *_: "nowhere")
     side = EngineSide(torch.float32)
