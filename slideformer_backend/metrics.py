@@ -64,6 +64,16 @@ _CAUSES = (
         "activations: gpu keeps them there if memory allows; a larger gpu_memory makes room",
     ),
     (
+        ("update on the device",),
+        "updates of cores, on the CPU and on their way (strategy: lsp)",
+        "a smaller lsp.rank makes them smaller; larger batches hide them; cpu_threads gives the CPU's part more cores",
+    ),
+    (
+        ("gradient sums", "sum of gradients"),
+        "sums of gradients, which a clip of accumulated gradients needs (strategy: lsp)",
+        "a larger gpu_memory keeps them on the GPU; one larger micro-batch needs none, nor does max_grad_norm: 0",
+    ),
+    (
         ("norm",),
         "the norm of the gradients",
         "larger batches hide it; cpu_threads gives it more cores; a max_grad_norm that clips rarely costs least",

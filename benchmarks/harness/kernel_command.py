@@ -2,9 +2,10 @@
 and Liger (if installed).
 
 Device time between CUDA events, median of many repeats over fresh random inputs; the launches of a repeat are queued
-behind a pause, so that the host's speed does not count. Memory-bound rows give the fewest possible bytes over the time,
-as a share of the copy bandwidth of the same run; linear cross-entropy gives its time over that of its three matrix
-products, and its peak memory beyond inputs, gradients and the fp32 sum of the weight's gradient.
+behind a pause, so that the host's speed does not count. Memory-bound rows, those of the sparse projectors of
+``strategy: lsp`` among them, give the fewest possible bytes, and these over the time as a share of the copy bandwidth
+of the same run; linear cross-entropy gives its time over that of its three matrix products, and its peak memory beyond
+inputs, gradients and the fp32 sum of the weight's gradient.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from pathlib import Path
 import torch
 import torch._functorch.config
 
-from slideformer_backend.benchmarks.harness import kernel_speed, kernel_tuning
+from slideformer_backend.benchmarks.harness import kernel_sparse, kernel_speed, kernel_tuning
 from slideformer_backend.benchmarks.harness.kernel_plot import draw
 from slideformer_backend.benchmarks.harness.kernel_timing import IS_REAL, Bench, copy_bandwidth
 
-PARTS = ("lce", "layers", "sweep", "tune", "compile")
+PARTS = ("lce", "layers", "sparse", "sweep", "tune", "compile")
 GOALS = [(32768, 3072), (8192, 3072), (8192, 4096), (32768, 4096)]
 SWEEP = [(tokens, 3072) for tokens in (1024, 2048, 4096, 16384, 65536)]  # and those of the goals
 
@@ -71,6 +72,8 @@ def measure(bench: Bench, parts: Sequence[str]) -> None:
         kernel_speed.heads(bench, GOALS if IS_REAL else [(64, 32)])
     if "layers" in parts:
         kernel_speed.measure_layers(bench, ("ours", "Liger", "torch"))
+    if "sparse" in parts:
+        kernel_sparse.measure_sparse(bench)
     if "sweep" in parts:
         kernel_speed.heads(bench, SWEEP if IS_REAL else [(16, 32), (128, 32)])
     if "tune" in parts:

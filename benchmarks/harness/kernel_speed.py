@@ -219,7 +219,7 @@ def measure_layer(bench: Bench, layer: Layer, who: str) -> None:
             for tensor in tensors[: layer.wanted]:
                 tensor.requires_grad_()
         row.ms = median_ms(lambda n: function(*sets[n % 2]))
-        row.share = layer.forward_bytes / row.ms / 1e9 / bench.copy
+        row.set_share(layer.forward_bytes, bench.copy)
         made.append((function, sets))
 
     def backward(row: Row) -> None:
@@ -234,7 +234,7 @@ def measure_layer(bench: Bench, layer: Layer, who: str) -> None:
             torch.autograd.grad(outputs, wanted, upstream, retain_graph=True)
 
         row.ms = median_ms(step)
-        row.share = layer.backward_bytes / row.ms / 1e9 / bench.copy
+        row.set_share(layer.backward_bytes, bench.copy)
         if who in ("ours", "torch"):
             row.error = layer_error(layer, function)
 

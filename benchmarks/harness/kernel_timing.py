@@ -21,7 +21,7 @@ START = time.perf_counter()
 
 @dataclass
 class Row:
-    """One line of the table. Times in ms, bandwidths in TB/s, memory in GiB."""
+    """One line of the table. Times in ms, bandwidths in TB/s, memory in GiB, the fewest bytes to move in MB."""
 
     what: str
     who: str
@@ -32,6 +32,12 @@ class Row:
     tokens: int = 0
     hidden: int = 0
     note: str = ""
+    moved: float | None = None
+
+    def set_share(self, fewest: int, copy: float) -> None:
+        """Bandwidth of the fewest possible bytes in the time measured, as a share of ``copy`` (TB/s)."""
+        self.moved = fewest / 1e6
+        self.share = fewest / self.ms / 1e9 / copy if self.ms else None
 
     def set_time(self, of: Callable[[int], object]) -> None:
         """The median time of ``of(i)``."""
@@ -75,7 +81,9 @@ def line(row: Row) -> str:
     share = f"{row.share:6.3f}" if row.share is not None else " " * 6
     gib = f"{row.gib:7.2f} GiB" if row.gib is not None else " " * 11
     error = f"{row.error:.1e}" if row.error is not None else " " * 7
-    return f"{time.perf_counter() - START:5.0f}s {row.what:34s} {row.who:26s} {ms} {share} {gib} {error} {row.note}"
+    moved = f"{row.moved:7.2f} MB" if row.moved is not None else " " * 10
+    who = f"{row.what:34s} {row.who:26s}"
+    return f"{time.perf_counter() - START:5.0f}s {who} {ms} {share} {moved} {gib} {error} {row.note}"
 
 
 def median_ms(function: Callable[[int], object], repeats: int = 15, pause: int = 4_000_000) -> float:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from ..integrations.meta_model import MetaModel
     from ..plan.activations import UnitActivity
+    from ..plan.lsp_plan import LspPlan
     from ..plan.machine import Machine
     from ..plan.partition import Partition
     from ..plan.planner import Load, Plan, Request
@@ -37,8 +38,8 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--shapes", action=_ListShapes, help="list the named shapes and exit")
     result.add_argument("--config", metavar="FILE", help="launch configuration with a slideformer_config section")
     result.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="a key of ours, over --config; also of parts"
-        " that are not built yet"
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="a key of ours, such as lsp.rank, over"
+        " --config; also of parts that are not built yet"
     )  # fmt: skip
     batch = result.add_argument_group("batch")
     batch.add_argument("--batch", type=_positive, default=1, help="sequences per micro-batch (1)")
@@ -86,11 +87,10 @@ class Wishes:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from ..plan.planner import make_plan
     from .plan_view import show, to_mapping
 
     wishes = wishes_of(options)
-    plan = make_plan(request_of(options, wishes))
+    plan = plan_of(options, wishes)
     if options.yaml:
         text = configuration(plan, wishes, options.nvme_path)
         if options.yaml == "-":
@@ -102,6 +102,26 @@ def _run(options: argparse.Namespace) -> int:
     elif options.yaml != "-":
         show(plan, options.model)
     return 1 if plan.shortages else 0
+
+
+def plan_of(options: argparse.Namespace, wishes: Wishes) -> Plan | LspPlan:
+    """The plan of the strategy that was asked for.
+
+    Raises:
+        ConfigError: settings that its ``prepare`` would refuse.
+    """
+    from ..engine.strategy import check_strategy
+    from ..lsp_settings import LspSettings
+    from ..plan.lsp_plan import make_lsp_plan
+    from ..plan.planner import make_plan
+
+    check_strategy(wishes.config)
+    if wishes.config.strategy != "lsp":
+        return make_plan(request_of(options, wishes))
+    is_fp16 = "float16" in (options.dtype, {"fp16": "float16"}.get(wishes.mixed_precision))
+    if is_fp16:
+        raise ConfigError("strategy: lsp does not train in fp16, whose gradients need a loss scale.")
+    return make_lsp_plan(request_of(options, wishes), LspSettings.from_section(wishes.config.lsp))
 
 
 def wishes_of(options: argparse.Namespace) -> Wishes:
@@ -123,7 +143,12 @@ def wishes_of(options: argparse.Namespace) -> Wishes:
         key, separator, value = item.partition("=")
         if not separator:
             raise ConfigError(f"--set {item}: no value.", expected="KEY=VALUE")
-        given[key] = value
+        name, is_inner, inner = key.partition(".")
+        if is_inner:
+            held = given.get(name)
+            given[name] = {**(held if isinstance(held, Mapping) else {}), inner: value}
+        else:
+            given[key] = value
     unbuilt = {key.name: key for key in keys() if not key.metadata["built"]}
     settings = {name: value for name, value in given.items() if name not in unbuilt}
     later: dict[str, object] = {}
@@ -135,12 +160,6 @@ def wishes_of(options: argparse.Namespace) -> Wishes:
             raise ConfigError(
                 f"{name}: not a value of this key.", found=repr(given[name]), expected=kind.text
             ) from None  # fmt: skip
-    if str(given.get("strategy", "slide")).lower() == "lsp":
-        raise ConfigError(
-            "slideformer plan knows how weights slide, not what strategy: lsp needs.",
-            found="strategy: lsp",
-            remedy="start the run: it refuses what cannot fit, with numbers, before anything is allocated",
-        )
     precision = options.mixed_precision or str(whole.get("mixed_precision") or "no")
     return Wishes(
         SlideFormerConfig.from_mapping(settings), settings, later, precision if precision in ("bf16", "fp16") else "no"
@@ -244,7 +263,7 @@ def _machine(options: argparse.Namespace) -> Machine:
     return machine.with_rates(ASSUMED, "assumed") if machine.has_gpu else machine
 
 
-def configuration(plan: Plan, wishes: Wishes, nvme_path: str | None = None) -> str:
+def configuration(plan: Plan | LspPlan, wishes: Wishes, nvme_path: str | None = None) -> str:
     """A configuration file for ``accelerate launch`` that asks for this plan, with spill files in ``nvme_path``.
 
     Raises:

@@ -9,13 +9,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..plan.lsp_plan import LspPlan, lsp_changes
 from ..plan.planner import Plan
-from ..plan.remedies import gib, is_built, smallest_changes
+from ..plan.remedies import Change, gib, is_built, smallest_changes
 
 WIDTH = 40
 """Columns of a bar."""
-COLOURS = ("cyan", "magenta", "yellow", "green", "blue")
-MARKS = "█▓▒░▚"
+COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
+MARKS = "█▓▒░▚▞"
 RESOURCES = {
     "compute": "GPU compute",
     "h2d": "host to GPU",
@@ -25,8 +26,10 @@ RESOURCES = {
 }
 
 
-def contents(plan: Plan) -> dict[str, dict[str, int]]:
+def contents(plan: Plan | LspPlan) -> dict[str, dict[str, int]]:
     """Bytes of each tier by what they hold at its peak: the host's comes before units move to the GPU."""
+    if isinstance(plan, LspPlan):
+        return lsp_contents(plan)
     ledger, first, parts = plan.ledger, plan.first, plan.request.parts
     tiers: dict[str, dict[str, int]] = {}
     if plan.request.machine.has_gpu:
@@ -48,13 +51,45 @@ def contents(plan: Plan) -> dict[str, dict[str, int]]:
     return tiers
 
 
-def budgets(plan: Plan) -> dict[str, int]:
+def lsp_contents(plan: LspPlan) -> dict[str, dict[str, int]]:
+    """The same under ``strategy: lsp``."""
+    ledger = plan.ledger
+    sums = {"sums of gradients": ledger.sums}
+    passing = {"sums on their way": ledger.sum_stages} if ledger.sum_stages else {}
+    tiers: dict[str, dict[str, int]] = {}
+    if plan.request.machine.has_gpu:
+        tiers["GPU"] = {
+            "weights": ledger.device_weights,
+            "exact gradients, states": ledger.device_gradients + ledger.device_states,
+            "projectors": ledger.device_projectors,
+            "updates, compressing": ledger.device_updates + ledger.device_work,
+            "activations": plan.activations.device,
+            **(sums if plan.sums_on_device else passing),
+        }
+    tiers["host"] = {
+        "moments of cores": ledger.host_moments,
+        "cores": ledger.host_cores,
+        "embeddings, head": ledger.host_edges,
+        "activations": plan.activations.host,
+        **({} if plan.sums_on_device else sums),
+    }
+    if plan.nvme:
+        tiers["NVMe"] = {"activations": plan.nvme}
+    return tiers
+
+
+def changes_of(plan: Plan | LspPlan) -> list[Change]:
+    """What would make it fit."""
+    return lsp_changes(plan) if isinstance(plan, LspPlan) else smallest_changes(plan)
+
+
+def budgets(plan: Plan | LspPlan) -> dict[str, int]:
     """What each tier may hold."""
     request = plan.request
     return {"GPU": request.gpu_budget, "host": request.host_budget, "NVMe": request.machine.nvme_free}
 
 
-def show(plan: Plan, name: str, console: Console | None = None) -> None:
+def show(plan: Plan | LspPlan, name: str, console: Console | None = None) -> None:
     """Print tables, bars, the verdict and what would help."""
     console = console or Console(width=None if sys.stdout.isatty() else 110, highlight=False)
     request = plan.request
@@ -77,13 +112,13 @@ def show(plan: Plan, name: str, console: Console | None = None) -> None:
         console.print(line, soft_wrap=True)
     style = {"fits": "bold green", "tight": "bold yellow", "does not fit": "bold red"}[plan.verdict]
     console.print(Text(_verdict(plan), style=style), soft_wrap=True)
-    for change in smallest_changes(plan):
+    for change in changes_of(plan):
         console.print(f"  - {change.text}" + ("" if change.is_built else " (not built yet)"), soft_wrap=True)
 
 
-def to_mapping(plan: Plan, name: str) -> dict[str, object]:
+def to_mapping(plan: Plan | LspPlan, name: str) -> dict[str, object]:
     """All figures, in bytes and seconds."""
-    request, terms, time = plan.request, plan.terms, plan.time
+    request, time = plan.request, plan.time
     available = budgets(plan)
     tiers = {
         tier.lower(): {"contents": parts, "peak": sum(parts.values()), "budget": available[tier]}
@@ -97,16 +132,7 @@ def to_mapping(plan: Plan, name: str) -> dict[str, object]:
         "verdict": plan.verdict,
         "tiers": tiers,
         "missing": plan.shortages,
-        "decisions": {
-            "update": terms.update,
-            "prefetch": terms.prefetch,
-            "gradient_buffers_in_flight": terms.spares,
-            "edges_update_on_device": terms.edges_update_on_device,
-            "resident_units": sorted(terms.resident),
-            "units_without_recompute": sorted(plan.kept),
-            "units_on_nvme": sorted(terms.spilled),
-            "inputs_on_nvme": plan.nvme_activations > 0,
-        },
+        "decisions": _decisions(plan),
         "step": None
         if time is None
         else {
@@ -121,19 +147,47 @@ def to_mapping(plan: Plan, name: str) -> dict[str, object]:
         },
         "changes": [
             {"text": change.text, "settings": dict(change.settings), "built": change.is_built}
-            for change in smallest_changes(plan)
+            for change in changes_of(plan)
         ],
     }
 
 
-def _headline(plan: Plan, name: str) -> str:
+def _decisions(plan: Plan | LspPlan) -> dict[str, object]:
+    terms = plan.terms
+    if isinstance(plan, LspPlan):
+        return {
+            "strategy": "lsp",
+            "compressed_matrices": plan.ledger.matrices,
+            "wire_bytes_each_way": plan.ledger.core_bytes + plan.ledger.edge_bytes,
+            "edges_update_on_device": terms.edges_update_on_device,
+            "sums_of_gradients_on_device": plan.sums_on_device,
+            "inputs_on_nvme": plan.nvme > 0,
+        }
+    return {
+        "update": terms.update,
+        "prefetch": terms.prefetch,
+        "gradient_buffers_in_flight": terms.spares,
+        "edges_update_on_device": terms.edges_update_on_device,
+        "resident_units": sorted(terms.resident),
+        "units_without_recompute": sorted(plan.kept),
+        "units_on_nvme": sorted(terms.spilled),
+        "inputs_on_nvme": plan.nvme_activations > 0,
+    }
+
+
+def _headline(plan: Plan | LspPlan, name: str) -> str:
     request, load = plan.request, plan.request.load
     size = f"{request.parts.parameters / 1e9:.2f} G parameters, {len(request.parts.sliding)} layers"
     batch = f"{load.accumulate} x {load.sequences} x {load.length} tokens per step" if load else ""
-    return f"{name}: {size}; {batch}; update: {request.choices.update}"
+    way = (
+        f"strategy: lsp, rank {plan.settings.rank}"
+        if isinstance(plan, LspPlan)
+        else f"update: {request.choices.update}"
+    )
+    return f"{name}: {size}; {batch}; {way}"
 
 
-def _tiers(plan: Plan) -> Table:
+def _tiers(plan: Plan | LspPlan) -> Table:
     table = Table(box=None, pad_edge=False)
     for title, justify in (("tier", "left"), ("peak", "right"), ("there", "right")):
         table.add_column(title, justify=justify, no_wrap=True)  # type: ignore[arg-type]  # rich's literals
@@ -166,7 +220,7 @@ def _bar(sizes: list[int], budget: int) -> Text:
     return bar
 
 
-def _resources(plan: Plan) -> Table:
+def _resources(plan: Plan | LspPlan) -> Table:
     table = Table(box=None, pad_edge=False)
     for title in ("resource", "s/step", "", "rate"):
         table.add_column(title, no_wrap=True)
@@ -184,7 +238,9 @@ def _resources(plan: Plan) -> Table:
     return table
 
 
-def _notes(plan: Plan) -> list[str]:
+def _notes(plan: Plan | LspPlan) -> list[str]:
+    if isinstance(plan, LspPlan):
+        return _lsp_notes(plan)
     terms, parts = plan.terms, plan.request.parts
     notes = []
     if terms.spilled:
@@ -205,7 +261,28 @@ def _notes(plan: Plan) -> list[str]:
     return notes
 
 
-def _verdict(plan: Plan) -> str:
+def _lsp_notes(plan: LspPlan) -> list[str]:
+    ledger, load = plan.ledger, plan.request.load
+    notes = [
+        f"{ledger.matrices} matrices are compressed: {gib(ledger.core_bytes)} of cores per micro-batch go to the host,"
+        f" and as much comes back per step, instead of gradients and weights of {gib(ledger.device_weights)}. It is an"
+        " approximation, which does not train as plain PyTorch does."
+    ]
+    if not plan.terms.edges_update_on_device:
+        notes.append(
+            "Embeddings and head are updated on the host, since the GPU has no room for their states:"
+            f" {gib(ledger.edge_bytes)} more each way."
+        )
+    if load is not None and load.accumulate > 1:
+        where = "on the GPU" if plan.sums_on_device else "in host memory, which costs a copy each way per micro-batch"
+        notes.append(f"If the script clips, sums of gradients are kept {where}: {gib(ledger.sums)}.")
+    notes.append("Not in the time: kernels that compress and apply, and learning projectors (at the first step).")
+    if any(unit.is_estimate for unit in plan.request.activity):
+        notes.append("Activations are an estimate from the shapes of weights.")
+    return notes
+
+
+def _verdict(plan: Plan | LspPlan) -> str:
     if plan.verdict == "fits":
         return "It fits."
     if plan.verdict == "tight":

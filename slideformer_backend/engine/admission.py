@@ -22,10 +22,10 @@ from .build import edge_unit, refuse_layout, refuse_sparse, refuse_untrainable
 from .custody import guard_record, hook_record
 from .guard import guard
 from .identity import ByIdentity
+from .lsp_preflight import LspPreflight
 from .moves import move_to_host
 from .preflight import Preflight
 from .states import MASTER, can_split, follow_masters, move_states
-from .strategy import LspPreflight
 from .unit import ParamRecord, Unit
 
 if TYPE_CHECKING:

@@ -29,20 +29,25 @@ def build_units(parts: Partition, device: torch.device, model: nn.Module, memory
     return units
 
 
-def resident_units(parts: Partition, device: torch.device, model: nn.Module, memory: HostMemory) -> list[Unit]:
-    """All units on ``device`` for good, one after another; blocks keep their modules. The host keeps no weights."""
+def resident_units(
+    parts: Partition, device: torch.device, model: nn.Module, memory: HostMemory, *, with_edges: bool
+) -> list[Unit]:
+    """All units on ``device`` for good, one after another; blocks keep their modules. The host keeps no weights, but
+    of edges that update there (not ``with_edges``)."""
     units: list[Unit] = []
-    for part in (*parts.sliding, *parts.edges):
+    for part in (*parts.sliding, *(parts.edges if with_edges else ())):
         specs = tuple(spec._replace(working=spec.dtype) for spec in part.specs)
         layout = UnitLayout.of(specs)
         empty = memory.allocate(f"weights of {part.name}", 0, dma=False)
-        unit = Unit(len(units), part.name, part.module, layout, empty, Where.RESIDENT)
+        unit = Unit(len(units), part.name, part.module, layout, empty, Where.RESIDENT, updates_on_device=True)
         for number, (parameter, spec) in enumerate(zip(part.parameters, specs, strict=True)):
             with torch.no_grad():
                 resident = parameter.data.to(device, copy=True).contiguous()
             parameter.data = resident
             unit.records.append(_record(parameter, unit, number, spec, resident))
         units.append(unit)
+    for part in () if with_edges else parts.edges:
+        units.append(edge_unit(len(units), part, device, memory))
     _place_rest(model, {id(parameter) for part in parts.sliding for parameter in part.parameters}, device)
     return units
 

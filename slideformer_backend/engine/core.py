@@ -86,6 +86,8 @@ class Core:
     filled: Ticket | None = None
     updated: Ticket | None = None
     sent: Ticket | None = None
+    is_measured_whole: bool = True
+    """Whether the norm under way is that of all micro-batches so far, and not of the last one."""
     errors: list[float] = field(default_factory=list)
     """Relative error found by each look at the projector."""
     learned: int = 0

@@ -14,9 +14,6 @@ from ..transfer import Backend
 from .core import Core
 from .unit import KINDS, ParamRecord
 
-LEAST_GAIN = 2
-"""A matrix is compressed if its core has at most this part of its elements; else the core is not worth an error."""
-
 
 class Projectors:
     """Makes cores and keeps their projectors good.
@@ -97,11 +94,3 @@ class Projectors:
         if self._settings.projector != "orthonormal" or betas is None:
             return None
         return Beta(float(betas[0]), float(betas[1]), record.steps)
-
-
-def is_compressed(shape: Sequence[int], settings: LspSettings) -> bool:
-    """Whether a parameter of this shape is a matrix whose core is small enough to be worth it."""
-    if len(shape) != 2:
-        return False
-    rows, columns = (min(size, settings.rank) for size in shape)
-    return rows * columns * LEAST_GAIN <= shape[0] * shape[1]

@@ -4,15 +4,16 @@ Per matrix: its gradient is measured, compressed and dropped as soon as autograd
 where the update of ``step()`` is predicted; the update travels back. All this overlaps the backward of the units before
 it, and lanes serve the unit first that the next forward needs first. ``step()`` compares predictions with what it was
 asked for (clip, hyper-parameters); the weight gets the update when something uses it next, usually the next forward.
-So clipping, accumulation and dropped steps keep their meaning, and updates of deep units overlap that forward too.
+So clipping, accumulation (both: ``core_sums``) and dropped steps keep their meaning, and updates of deep units overlap
+that forward too.
 
-Parameters that are no matrices, and matrices too small to gain, are updated exactly, on the device.
+Parameters that are no matrices, matrices too small to gain, embeddings and head are updated exactly, on the device; the
+last two on the host, as with ``strategy: slide``, where the device has no room for their states.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 
@@ -23,10 +24,12 @@ from ..errors import UnsupportedError
 from ..lsp_settings import LspSettings
 from ..optim.rules import Rule
 from ..optim.workers import WorkerPool
+from ..plan.cores import is_compressed
 from ..storage import HostMemory, Slab, Tracked
 from ..transfer import Backend, copy
 from .core import Core, CoreArithmetic, CoreEntry, Partial, Ready
-from .core_projectors import Projectors, is_compressed
+from .core_projectors import Projectors
+from .core_sums import GradientSums, is_clip
 from .device_units import DeviceUnits
 from .edges import device_gradient, set_device_gradient
 from .guard import plain
@@ -64,17 +67,16 @@ class CoreUnits(DeviceUnits):
         self._memory = memory
         self._arithmetic = CoreArithmetic(workers)
         self._projectors = Projectors(self.settings, backend, memory)
+        self._sums = GradientSums(backend, memory, norms, config.gpu_memory)
 
-    def take(self, unit: Unit, *, is_edge: bool) -> None:
-        """``unit`` lives on the device from now on; matrices of a block get their cores."""
-        unit.updates_on_device = True
-        if is_edge:
-            return
+    def take(self, unit: Unit) -> None:
+        """Matrices of a block on the device get their cores."""
         for record in unit.trainable:
             shape = tuple(record.spec.shape)
             if is_compressed(shape, self.settings):
                 record.core = self._projectors.make(record, shape)
                 self._arithmetic.reserve(record.core.numel)
+                self._sums.expect(record)
 
     # -- gradients -------------------------------------------------------------------------------------------------
 
@@ -95,11 +97,19 @@ class CoreUnits(DeviceUnits):
         core = record.core
         if core is not None:
             with self._plainly():
-                self._arrive(record, core, value.detach().to(self._backend.device).contiguous(), is_last=False)
+                own = torch.empty(record.spec.shape, dtype=record.spec.dtype, device=self._backend.device)
+                self._arrive(record, core, own.copy_(value.detach()), is_last=False)
+                self._sums.finish()
             self._norms.collect(record.name, [record])
 
     def collect(self) -> None:
-        earlier = {key: record.square_sum for key, record in self._launched.items() if record.core is not None}
+        with self._plainly():
+            self._sums.finish()
+        earlier = {
+            key: record.square_sum
+            for key, record in self._launched.items()
+            if record.core is not None and not record.core.is_measured_whole
+        }
         launched = dict(self._launched)
         super().collect()
         for key, before in earlier.items():
@@ -115,7 +125,7 @@ class CoreUnits(DeviceUnits):
 
     def _arrive(self, record: ParamRecord, core: Core, gradient: torch.Tensor, *, is_last: bool) -> None:
         backend = self._backend
-        self._norms.launch(record, gradient.reshape(-1))
+        core.is_measured_whole = self._sums.measure(record, core, gradient, is_last=is_last)
         if not record.has_gradient and self._projectors.is_due(record):
             self.present(record)  # by the projector that made it
             self._projectors.look(record, core, gradient)
@@ -167,17 +177,26 @@ class CoreUnits(DeviceUnits):
         """``grad = None``."""
         if record.core is not None:
             self._void(record.core)
+            self._sums.forget(record)
 
     # -- norms and clips -------------------------------------------------------------------------------------------
 
     def knows_norm(self, records: Sequence[ParamRecord], max_norm: float) -> bool:
+        """False where a mere measurement asks for the norm of a sum that was not kept.
+
+        Raises:
+            UnsupportedError: a clip does.
+        """
         summed = [record.name for record in records if isinstance(record.square_sum, Partial)]
-        if summed and not math.isinf(max_norm):
+        if is_clip(max_norm):
+            self._sums.expects_clip()
+        if summed and is_clip(max_norm):
             raise UnsupportedError(
-                "strategy: lsp cannot clip by the norm of a gradient that was accumulated: a micro-batch leaves its"
-                " core, and the norm of a sum needs the gradients themselves.",
+                "strategy: lsp does not know the norm of this accumulated gradient: a micro-batch leaves its core, and"
+                f" {self._sums.reason()}.",
                 found=f"{len(summed)} matrices with several micro-batches, first {summed[0]}",
-                remedy="one micro-batch per step (raise its size), max_grad_norm: 0, or strategy: slide",
+                remedy="accumulate with accelerator.accumulate() or Trainer's gradient_accumulation_steps and clip from"
+                " the first step on; or one micro-batch per step, max_grad_norm: 0, or strategy: slide",
             )
         return not summed
 
@@ -193,6 +212,7 @@ class CoreUnits(DeviceUnits):
         before = record.square_sum
         self._void(core)
         self._apply_coefficient(record, core)
+        self._sums.clip(record, coefficient)
         record.coefficient = ONE
         if before is not None and before.value is not None:
             record.square_sum = SquareSum()
@@ -256,6 +276,7 @@ class CoreUnits(DeviceUnits):
         for record, entry in sorted(pairs, key=lambda pair: pair[0].unit.index):
             if record.core is not None:
                 self._step(record, record.core, entry)
+        self._sums.after_step()
 
     def _step(self, record: ParamRecord, core: Core, entry: Entry) -> None:
         self.present(record)

@@ -79,7 +79,7 @@ class Engine:
         self.boundaries = open_boundaries(config, self.backend, self.memory)
         self._switch_interval = sys.getswitchinterval()
         sys.setswitchinterval(min(self._switch_interval, SWITCH_INTERVAL))
-        self.units = units_for(config, parts, self.device, model, self.memory)
+        self.units = units_for(config, parts, self.device, model, self.memory, terms)
         self.sliding = [unit for unit in self.units if not unit.is_resident]
         threads = default_threads() if config.cpu_threads == "auto" else config.cpu_threads
         self.workers = WorkerPool(threads)
@@ -94,7 +94,7 @@ class Engine:
         device_units = device_units_for(config, self.backend, norms, self.memory, self.workers, self.policy, self.units)
         self.edges = Edges(self.backend, edges, self.policy, device_units)
         self.residency = Residency(config, self.backend, self.window, self.policy, self.memory)
-        self.residency.start_edges(edges)
+        self.residency.start_edges(edges if config.strategy == "slide" else [])  # the plan of lsp has decided
         begin_spill(self.spill, self.units, terms, tier)
         fetch, expects = self._fetch_for_backward, self._expects_step
         self.backward = Backward(self.backend, self.window, self.policy, self.edges, fetch, expects)

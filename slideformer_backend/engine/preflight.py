@@ -69,10 +69,10 @@ class Preflight:
         self._parts = parts
         self._known = [weakref.ref(optimizer) for optimizer in optimizers]
         self._bound = False
-        self._held = _host_bytes(model)
+        self._held = host_bytes(model)
         self._nvme_path = config.nvme_path
-        machine = with_cached_rates(_machine(device, config.nvme_path))
-        choices = Choices.of(config, moments=_moments(optimizers) if optimizers else USUAL_MOMENTS)
+        machine = with_cached_rates(machine_of(device, config.nvme_path))
+        choices = Choices.of(config, moments=moments_of(optimizers) if optimizers else USUAL_MOMENTS)
         self.plan = make_plan(Request(parts=parts, machine=machine, choices=choices, host_base=-self._held))
 
     def check(self) -> Terms:
@@ -163,7 +163,7 @@ class Preflight:
         optimizers = [binding.optimizer for binding in engine.newest_bindings]
         return replace(
             self.plan.terms,
-            moments=_moments(optimizers) if optimizers else self.plan.terms.moments,
+            moments=moments_of(optimizers) if optimizers else self.plan.terms.moments,
             spares=0,
             edges_update_on_device=any(unit.module is None and unit.updates_on_device for unit in engine.units),
             resident=frozenset(u.index for u in engine.units if u.module is not None and u.is_resident),
@@ -199,7 +199,7 @@ class Preflight:
         request, trained = self.plan.request, _parameters(optimizers)
         terms = replace(
             self.plan.terms,
-            moments=_moments(optimizers),
+            moments=moments_of(optimizers),
             spares=0,
             # the GPU may hold the edge units altogether
             edges_update_on_device=request.machine.has_gpu,
@@ -256,7 +256,7 @@ class Preflight:
         )
 
 
-def _moments(optimizers: Sequence[Optimizer]) -> int:
+def moments_of(optimizers: Sequence[Optimizer]) -> int:
     """Arrays per parameter that these optimizers keep for certain; none is known of a class that runs as itself."""
     counts = []
     for optimizer in optimizers:
@@ -300,11 +300,11 @@ def _has_share(parts: Partition, terms: Terms, share: float | None) -> bool:
     return share is not None and away >= share * everything
 
 
-def _machine(device: torch.device, nvme_path: str | None) -> Machine:
+def machine_of(device: torch.device, nvme_path: str | None) -> Machine:
     return probe_machine(device if device.type == "cuda" else torch.device("cpu"), nvme_path)
 
 
-def _host_bytes(model: nn.Module) -> int:
+def host_bytes(model: nn.Module) -> int:
     """Bytes of parameters in host memory now, which are given back as slabs are filled."""
     on_host = [parameter for parameter in model.parameters() if parameter.device.type == "cpu"]
     return sum(parameter.numel() * parameter.element_size() for parameter in on_host)

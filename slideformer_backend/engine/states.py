@@ -14,6 +14,7 @@ from ..optim.rules import Rule
 from ..plan.layout import Place
 from ..storage import Slab, numpy_view
 from .arithmetic import low_array
+from .core import Core
 from .device_kernels import reconcile
 from .guard import plain
 from .spill import Spill
@@ -22,7 +23,10 @@ from .unit import ParamRecord, Unit, Weights
 MASTER = "master"
 LOW = "low"
 _FACTOR = "projector_"
-"""Before the names of a projector's factors in the states of a matrix that is compressed."""
+"""Before the names of a projector's factors, and of what goes with them, in the states of a compressed matrix."""
+_RESIDUAL = _FACTOR + "residual"
+_STEPS = _FACTOR + "steps"
+"""Steps taken: seeds and looks at the projector go by it, and not every rule of torch's counts."""
 
 
 def can_split(unit: Unit, rule: Rule | None) -> bool:
@@ -160,10 +164,16 @@ def moment_names(record: ParamRecord) -> tuple[str, ...]:
 
 
 def factors_of(record: ParamRecord) -> dict[str, torch.Tensor]:
-    """What the moments of a compressed matrix mean: the factors of its projector, copied to the host."""
-    if record.core is None:
+    """What the moments of a compressed matrix mean, copied to the host: the factors of its projector; the part of past
+    gradients that is still to be fed back; steps taken."""
+    core = record.core
+    if core is None:
         return {}
-    return {_FACTOR + name: value.to("cpu", copy=True) for name, value in record.core.projector.state().items()}
+    found = {_FACTOR + name: value.to("cpu", copy=True) for name, value in core.projector.state().items()}
+    if core.residual is not None:
+        found[_RESIDUAL] = core.residual.to("cpu", copy=True)
+    found[_STEPS] = torch.tensor(float(record.steps))
+    return found
 
 
 def load_states(record: ParamRecord, state: Mapping[str, Any], names: tuple[str, ...], spill: Spill) -> None:
@@ -175,7 +185,8 @@ def load_states(record: ParamRecord, state: Mapping[str, Any], names: tuple[str,
     unit = record.unit
     spill.present(unit, writes=True)
     _load_factors(record, state, names)
-    record.steps = int(state["step"]) if "step" in state else int(any(state.get(name) is not None for name in names))
+    counted = state.get("step", state.get(_STEPS))
+    record.steps = int(counted) if counted is not None else int(any(state.get(n) is not None for n in names))
     for name in names:
         value = state.get(name)
         target = moment_of(record, name, spill, writes=True)
@@ -217,18 +228,22 @@ def _load_factors(record: ParamRecord, state: Mapping[str, Any], names: tuple[st
     Raises:
         CheckpointError: the moments are those of another strategy, rank, number of nonzeros or projector.
     """
-    core, factors = record.core, {name: value for name, value in state.items() if name.startswith(_FACTOR)}
-    if not any(state.get(name) is not None for name in names):
+    core = record.core
+    apart = (_RESIDUAL, _STEPS)
+    factors = {name: value for name, value in state.items() if name.startswith(_FACTOR) and name not in apart}
+    if not factors and not any(state.get(name) is not None for name in names):
+        _load_residual(core, None)
         return
     shape = record.spec.shape if core is None else core.projector.core_shape
     found = [tuple(value.shape) for name in names if (value := state.get(name)) is not None]
-    reason = f"moments of shape {found[0]}"
+    reason = f"moments of shape {found[0]}" if found else "factors of a projector"
     if (core is not None) == bool(factors) and all(value == tuple(shape) for value in found):
         if core is None:
             return
         try:
             given = {name.removeprefix(_FACTOR): value for name, value in factors.items()}
             core.projector = core.projector.restored(given)
+            _load_residual(core, state.get(_RESIDUAL))
             return
         except (KeyError, ValueError) as error:
             reason = str(error)
@@ -238,6 +253,15 @@ def _load_factors(record: ParamRecord, state: Mapping[str, Any], names: tuple[st
         expected=f"moments of shape {tuple(shape)}" + (" with the factors of their projector" if core else ""),
         remedy="resume with the strategy, and under lsp the rank, nonzeros and projector, of the run that saved them",
     )
+
+
+def _load_residual(core: Core | None, saved: torch.Tensor | None) -> None:
+    """What is to be fed back; nothing where a checkpoint has none."""
+    if core is not None and core.residual is not None:
+        if saved is None:
+            core.residual.zero_()
+        else:
+            core.residual.copy_(saved.detach().view(core.residual.shape))
 
 
 def _settle_ties(master: torch.Tensor, weights: torch.Tensor, *, half_up: bool) -> bool:

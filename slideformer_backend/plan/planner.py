@@ -25,6 +25,7 @@ from .ledger import (
     usual_spares,
 )
 from .machine import Machine
+from .outcome import Outcome
 from .partition import Partition
 from .placement import Placement, Steps, UnitCost, edges_may_update_on_device, place, spare_device_bytes
 from .spill import Spill, spill_share, spill_states
@@ -37,8 +38,6 @@ MOMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.04}
 """Of one element, by ``state_dtype``; int8 has a scale per block."""
 UNKNOWN_BATCH_SHARE = 4
 """One in so many parts of device memory is left to activations where the batch is not known."""
-TIGHT = 0.05
-"""Share by which the ledger may err: a plan whose peak is nearer than this to its budget is called tight."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +130,7 @@ class Request:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(Outcome):
     """The decision and its consequences. Bytes.
 
     Attributes:
@@ -172,27 +171,6 @@ class Plan:
     def nvme(self) -> int:
         """Predicted bytes in files."""
         return self.first.nvme_states + self.nvme_activations
-
-    @property
-    def shortages(self) -> dict[str, int]:
-        """Bytes that lack, by tier ("gpu", "host", "nvme"); empty when the plan fits."""
-        request = self.request
-        found = {"host": self.host - request.host_budget}
-        if request.machine.has_gpu:
-            found["gpu"] = self.device - request.gpu_budget
-        found["nvme"] = self.nvme - request.machine.nvme_free if self.nvme else 0
-        return {tier: missing for tier, missing in found.items() if missing > 0}
-
-    @property
-    def verdict(self) -> Literal["fits", "tight", "does not fit"]:
-        """Whether it fits; tight: by less than the ledger may err."""
-        if self.shortages:
-            return "does not fit"
-        request = self.request
-        is_tight = self.host > (1 - TIGHT) * request.host_budget
-        if request.machine.has_gpu:
-            is_tight |= self.device > (1 - TIGHT) * request.gpu_budget
-        return "tight" if is_tight else "fits"
 
 
 def make_plan(request: Request) -> Plan:

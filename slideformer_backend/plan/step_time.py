@@ -85,7 +85,7 @@ def step_time(
         # one drive serves both directions in turn
         out, back = work.filed / rates["nvme_write"], work.filed / rates["nvme_read"]
         resources["nvme"] = states / rates["nvme_read"] + states / rates["nvme_write"] + count * (out + back)
-    return _combine(resources, forward, again, sliding, work, terms, (out, back))
+    return combine(resources, forward, again, sliding, work, terms, (out, back))
 
 
 def update_bytes(part: Part, terms: Terms) -> int:
@@ -104,7 +104,7 @@ def update_bytes(part: Part, terms: Terms) -> int:
     return int(total)
 
 
-def _combine(
+def combine(
     resources: dict[str, float],
     forward: float,
     again: float,
@@ -113,7 +113,17 @@ def _combine(
     terms: Terms,
     inputs: tuple[float, float],
 ) -> StepTime:
-    """``inputs``: seconds in which inputs of units of a micro-batch are written, and read."""
+    """The time of a step from that of each resource.
+
+    Args:
+        resources: seconds of a step by name, "compute", "h2d", "d2h" and "host" at least.
+        forward: operations of the forward of a micro-batch.
+        again: those of them that are recomputed.
+        sliding: the units with updates on the host.
+        work: the step's shape.
+        terms: what was decided.
+        inputs: seconds in which inputs of units of a micro-batch are written to files, and read.
+    """
     count = work.micro_batches
     compute = resources["compute"]
     one_forward = compute / count * forward / (3 * forward + again) if forward else 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..errors import PlanError
 from .activations import STAGED_INPUTS
 from .ledger import Ledger
+from .outcome import Outcome
 from .planner import Plan
 from .remedies import gib, smallest_changes
 
@@ -66,7 +67,7 @@ def host_parts(ledger: Ledger, gradients: int, activations: int = 0) -> str:
     return ", ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)
 
 
-def shortage(plan: Plan) -> str:
+def shortage(plan: Outcome) -> str:
     """What lacks, in numbers."""
     request = plan.request
     needs = {"gpu": plan.device, "host": plan.host, "nvme": plan.nvme}

@@ -19,7 +19,7 @@ def is_png(path):
 
 def test_rows_figures_and_plot(tmp_path):
     # a process of its own: in this one the kernels were imported for Triton's interpreter
-    command = [sys.executable, "-m", "slideformer_backend.cli", "bench", "kernels", "--only", "lce,layers,sweep"]
+    command = [sys.executable, "-m", "slideformer_backend.cli", "bench", "kernels", "--only", "lce,layers,sparse,sweep"]
     command += ["--out", str(tmp_path), "--json", str(tmp_path / "copy")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -27,13 +27,20 @@ def test_rows_figures_and_plot(tmp_path):
     assert json.loads((tmp_path / "copy").read_text()) == figures
     rows = figures["rows"]
     ours = [row for row in rows if row["who"] == "ours"]
-    assert {row["what"].split()[0] for row in ours} == {"LCE", "RMSNorm", "RMSNorm+add", "SwiGLU", "GeGLU", "RoPE"}
+    layers = {"LCE", "RMSNorm", "RMSNorm+add", "SwiGLU", "GeGLU", "RoPE"}
+    assert {row["what"].split()[0] for row in ours} == layers | {"compress", "apply"}
     assert all(row["ms"] > 0 for row in ours)
     by_name = {(row["what"], row["who"]): row for row in rows}
     for row in ours:
         plain = by_name[row["what"], "torch"]
         if row["error"] is not None:
             assert row["error"] <= plain["error"] + 2**-9, row["what"]
+    sparse = {row["what"]: row for row in ours if row["what"].split()[0] in ("compress", "apply")}
+    factors = 8 * 4 * (40 + 24)  # position and value of each of four nonzeros a row
+    assert sparse["compress 40 x 24"]["moved"] * 1e6 == pytest.approx(2 * 40 * 24 + 2 * 16 * 16 + factors)
+    assert sparse["apply 40 x 24"]["moved"] * 1e6 == pytest.approx(2 * 2 * 40 * 24 + 2 * 16 * 16 + factors)
+    assert all(row["share"] > 0 for row in sparse.values())
+    assert by_name["apply 40 x 24", "ours"]["error"] < 1e-6 < by_name["apply 40 x 24", "dense product"]["error"]
     assert sorted({row["tokens"] for row in rows if row["tokens"]}) == [16, 64, 128]
     assert "three products" in done.stdout
     assert is_png(tmp_path / "kernels.png")

@@ -7,7 +7,7 @@ import torch
 from accelerate import Accelerator
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from slideformer_backend import UnsupportedError, api
+from slideformer_backend import api
 from slideformer_backend.integrations.plugin import SlideFormerPlugin
 from tests.launch.conftest import clean, environ, fresh_state, python, site
 
@@ -45,8 +45,9 @@ def rows(count=16):
     return [{"input_ids": row, "labels": row} for row in ids]
 
 
-def prepared():
-    accelerator = Accelerator(cpu=True, kwargs_handlers=[SlideFormerPlugin(strategy="lsp", lsp=LSP, cpu_threads=1)])
+def prepared(**lsp):
+    plugin = SlideFormerPlugin(strategy="lsp", lsp={**LSP, **lsp}, cpu_threads=1)
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[plugin])
     model = llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
@@ -68,8 +69,9 @@ def train(accelerator, model, optimizer, schedule, steps, first=0):
     return losses
 
 
-def test_a_loop_goes_on_from_its_checkpoint_bit_for_bit(tmp_path):
-    state = prepared()
+@pytest.mark.parametrize("projector", ["lsp", "orthonormal"])
+def test_a_loop_goes_on_from_its_checkpoint_bit_for_bit(tmp_path, projector):
+    state = prepared(projector=projector)
     early = train(*state, 5)
     state[0].save_state(str(tmp_path / "state"))
     expected = train(*state, 4, first=5)
@@ -80,7 +82,7 @@ def test_a_loop_goes_on_from_its_checkpoint_bit_for_bit(tmp_path):
 
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    again = prepared()
+    again = prepared(projector=projector)
     again[0].load_state(str(tmp_path / "state"))
     assert train(*again, 4, first=5) == expected
 
@@ -104,12 +106,15 @@ def test_trainer_with_its_defaults(tmp_path, clean):
     assert all(entry["grad_norm"] > 0 for entry in made.state.log_history if "grad_norm" in entry)
 
 
-def test_trainer_that_accumulates_must_not_clip(tmp_path, clean):
-    others = api.engines()
-    with pytest.raises(UnsupportedError, match="max_grad_norm: 0"):
-        trainer(tmp_path, clean, gradient_accumulation_steps=2).train()
-    _detach_all_but(others)
-    made = trainer(tmp_path, clean, gradient_accumulation_steps=2, max_grad_norm=0.0)
+def test_trainer_that_accumulates_and_clips(tmp_path, clean):
+    made = trainer(tmp_path, clean, gradient_accumulation_steps=2)
+    made.train_dataset = rows(4)  # two micro-batches of two: every step has all of it
     made.train()
     losses = [entry["loss"] for entry in made.state.log_history if "loss" in entry]
     assert losses[-1] < losses[0] - 0.3
+    norms = [float(entry["grad_norm"]) for entry in made.state.log_history if "grad_norm" in entry]
+    plain = llama()
+    ids = torch.stack([row["input_ids"] for row in rows(4)])
+    plain(input_ids=ids, labels=ids).loss.backward()
+    right = torch.nn.utils.get_total_norm([parameter.grad for parameter in plain.parameters()])
+    assert norms[0] == pytest.approx(float(right), rel=1e-5)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from slideformer_backend.engine import core_sums
 from slideformer_backend.lsp import SparseProjector
 from tests.race.test_gpu import _delay
 
-from .test_schedule import loop, wild
-from .toy import EngineSide
+from .test_schedule import PLACES, loop, sums, wild
+from .toy import EngineSide, Event, loss_of, make_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,6 +41,37 @@ def test_whatever_a_script_may_do(seed):
     expected = run(wild(seed))
     found = run(wild(seed), ("h2d", "d2h", "update"), seed)
     assert all(torch.equal(right, value) for right, value in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_sums_of_gradients_change_no_bit_wherever_they_are(monkeypatch, seed):
+    found = []
+    for place in PLACES:
+        monkeypatch.setattr(core_sums, "place_of", lambda *_, place=place: place)
+        found += [run(sums(seed)), run(sums(seed), ("h2d", "d2h", "update"), seed)]
+    for other in found[1:]:
+        assert all(torch.equal(right, value) for right, value in zip(found[0], other, strict=True))
+
+
+def test_sums_of_gradients_have_the_norm_of_plain_accumulation(monkeypatch):
+    for place in PLACES:
+        monkeypatch.setattr(core_sums, "place_of", lambda *_, place=place: place)
+        side, plain = EngineSide(torch.float32, device="cuda"), make_model().cuda()
+        plain.device_of_inputs = torch.device("cuda")
+        for batch in range(3):
+            side.run([Event("backward", (batch, batch == 2))])
+            loss_of(plain, batch).backward()
+        right = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        assert torch.allclose(side.engine.clip_grad_norm_(side.model.parameters(), 1.0), right, rtol=1e-5)
+        side.close()
+
+
+@pytest.mark.parametrize("clip", [None, 0.2])
+def test_edges_on_the_host_change_no_bit(request, clip):
+    expected = run(loop(6, clip=clip))
+    request.getfixturevalue("edges_on_host")
+    for found in (run(loop(6, clip=clip)), run(loop(6, clip=clip), ("h2d", "d2h", "update"))):
+        assert all(torch.equal(right, value) for right, value in zip(expected, found, strict=True))
 
 
 def test_a_large_matrix_against_its_dense_factors():

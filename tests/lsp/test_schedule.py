@@ -8,11 +8,12 @@ from collections import defaultdict
 import pytest
 import torch
 
+from slideformer_backend.engine import core_sums
 from slideformer_backend.errors import UnsupportedError
 from slideformer_backend.transfer import Monitor
 from tests.race.waits import Wait, WaitMonitor, names_in_source
 
-from .toy import EngineSide, Event, PlainSide
+from .toy import EngineSide, Event, PlainSide, loss_of, make_model
 
 LOOP = [Event("backward", (0, True)), Event("step"), Event("zero")]
 
@@ -93,6 +94,26 @@ def test_whatever_a_script_may_do(seed):
     compare(wild(seed), dtype, Monitor(max_delay=1e-3, seed=seed), projector=projector)
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_edges_on_the_host_change_no_bit(edges_on_host, seed):
+    dtype = torch.bfloat16 if seed % 2 else torch.float32
+    compare(wild(seed + 20), dtype, Monitor(max_delay=1e-3, seed=seed))
+    compare(sums(seed), dtype, Monitor(max_delay=1e-3, seed=seed))
+
+
+def test_edges_on_the_host_have_their_states_there(edges_on_host):
+    side = EngineSide(torch.bfloat16)
+    side.run(LOOP)
+    side.engine.settle()
+    for name in ("inp.weight", "head.bias"):
+        record = side.engine.record_of(side.model.get_parameter(name))
+        assert not record.device_states
+        assert set(record.unit.states) == {"master", "exp_avg", "exp_avg_sq"}
+    inner = side.engine.record_of(side.model.get_parameter("blocks.0.norm.weight"))
+    assert set(inner.device_states) == {"master", "exp_avg", "exp_avg_sq"}
+    side.close()
+
+
 def test_delays_change_nothing_and_updates_wait_for_their_use():
     """With slow lanes ``step()`` returns before any update is there; reading a weight waits for that weight's."""
     side = EngineSide(torch.float32, monitor=Monitor(max_delay=0.02, seed=1))
@@ -138,13 +159,26 @@ def test_a_failure_on_a_lane_is_raised_where_the_weight_is_used(monkeypatch):
     assert side.engine.is_detached
 
 
-WORKLOAD = [(loop(4, clip=0.2, reads=True), {}), (wild(1), {}), (wild(2), {"projector": "orthonormal"}), (wild(8), {})]
+ACCUMULATING = [
+    Event("assign", "blocks.2.down.weight"),
+    *(Event("backward", (batch, batch == 2)) for batch in range(3)),
+    *(Event("clip", 0.1), Event("step"), Event("zero")),
+    *(Event("backward", (batch, batch == 1)) for batch in range(2)),
+]
+WORKLOAD = [
+    (loop(4, clip=0.2, reads=True), {}),
+    (wild(1), {}),
+    (wild(2), {"projector": "orthonormal"}),
+    (wild(8), {}),
+    (ACCUMULATING, {}),
+]
 
 
 def _run(index, leave_out=None):
     events, lsp = WORKLOAD[index]
     monitor = WaitMonitor(leave_out, seed=index)
     side = EngineSide(torch.float32, monitor=monitor, **lsp)
+    side.engine.edges.device_units._sums._where = "in host memory"
     try:
         side.run(events)
         side.optimizer.state_dict()
@@ -172,12 +206,116 @@ def _is_red(index, wait):
     return False
 
 
-def test_the_norm_of_an_accumulated_gradient_is_refused():
+PLACES = ["on the device", "in host memory"]
+
+
+def sums(seed, steps=3):
+    """Steps of several micro-batches, clipped before, between and after them, some dropped, some with gradients that
+    user code assigns."""
+    chance = random.Random(seed)
+    events = [Event("backward", (seed, False)), Event("clip", 0.05), Event("clip", 0.04), Event("backward", (1, True))]
+    events += [Event("clip", 0.5), Event("step"), Event("zero")]
+    for _ in range(steps):
+        if chance.random() < 0.4:
+            events.append(Event("assign", f"blocks.{chance.randrange(3)}.up.weight"))
+        count = chance.choice([1, 2, 2, 3])
+        for micro in range(count):
+            events.append(Event("backward", (chance.randrange(100), micro == count - 1)))
+            if chance.random() < 0.3:
+                events.append(Event("clip", chance.choice([0.05, 100.0])))
+        events.append(Event("clip", chance.choice([0.05, 0.5, 100.0])))
+        if chance.random() < 0.8:
+            events.append(Event("step"))
+        events.append(Event("zero"))
+    return [*events, Event("read")]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_accumulated_gradients_are_clipped_by_the_norm_of_their_sum(monkeypatch, place, seed):
+    """Norms and weights, bit for bit, wherever sums are kept."""
+    monkeypatch.setattr(core_sums, "place_of", lambda *_: place)
+    dtype = torch.bfloat16 if seed % 2 else torch.float32
+    projector = "orthonormal" if seed == 3 else "lsp"
+    compare(sums(seed), dtype, Monitor(max_delay=1e-3, seed=seed), projector=projector)
+
+
+def test_sums_leave_with_the_gradient(monkeypatch):
+    monkeypatch.setattr(core_sums, "place_of", lambda *_: "on the device")
+    side = EngineSide(torch.float32)
+    held = side.engine.edges.device_units._sums._sums
+    side.run([Event("backward", (0, False))])
+    assert len(held) == 12
+    assert torch.is_tensor(next(iter(held.values())).kept)
+    side.run([Event("zero")])
+    assert not held
+    side.close()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_norm_is_that_of_plain_accumulation(monkeypatch, place):
+    monkeypatch.setattr(core_sums, "place_of", lambda *_: place)
+    side, plain = EngineSide(torch.float32), make_model()
+    for batch in range(3):
+        side.run([Event("backward", (batch, batch == 2))])
+        loss_of(plain, batch).backward()
+    right = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+    assert torch.allclose(side.engine.clip_grad_norm_(side.model.parameters(), 1.0), right, rtol=1e-6)
+    side.close()
+
+
+def test_who_does_not_clip_pays_for_one_step(monkeypatch):
+    monkeypatch.setattr(core_sums, "place_of", lambda *_: "in host memory")
+    side = EngineSide(torch.float32)
+    micro = [Event("backward", (0, False)), Event("backward", (1, True)), Event("step"), Event("zero")]
+    before = side.engine.memory.allocated
+    side.run(micro[:1])
+    weights = sum(r.numel * 4 for unit in side.engine.units for r in unit.records if r.core is not None)
+    assert side.engine.memory.allocated - before > weights
+    side.run(micro[1:])
+    side.engine.settle()
+    after = side.engine.memory.allocated
+    side.run(micro)
+    side.engine.settle()
+    assert side.engine.memory.allocated == after < before + weights
+    side.close()
+
+
+HAND = [Event("backward", (0, True)), Event("backward", (1, True)), Event("clip", 0.1), Event("step"), Event("zero")]
+
+
+def test_a_loop_that_accumulates_by_hand():
+    """The engine learns from the first step how many micro-batches there are."""
+    compare([*HAND * 3, Event("read")], torch.float32)
+    side = EngineSide(torch.float32)
+    held = side.engine.edges.device_units._sums._sums
+    side.run([*LOOP, Event("backward", (1, True))])
+    assert not held  # it does not accumulate
+    side.close()
+
+
+def test_the_norm_of_a_sum_that_nobody_announced_is_refused(monkeypatch):
+    monkeypatch.setattr(core_sums, "place_of", lambda *_: "in host memory")
+    side = EngineSide(torch.float32)
+    side.run(HAND[:2])
+    assert side.engine.clip_grad_norm_(side.model.parameters(), float("inf")).isnan()
+    with pytest.raises(UnsupportedError, match=r"nothing said beforehand.*accelerator\.accumulate"):
+        side.run(HAND[2:])
+    side.run([Event("step"), Event("zero"), *HAND[:3]])
+    side.close()
+    monkeypatch.setattr(core_sums, "place_of", lambda *_: "nowhere")
     side = EngineSide(torch.float32)
     side.run([Event("backward", (0, False)), Event("backward", (1, True))])
-    assert side.engine.clip_grad_norm_(side.model.parameters(), float("inf")).isnan()
-    with pytest.raises(UnsupportedError, match="max_grad_norm: 0"):
+    with pytest.raises(UnsupportedError, match="has room for the"):
         side.engine.clip_grad_norm_(side.model.parameters(), 1.0)
-    side.run([Event("step"), Event("zero"), Event("backward", (2, True))])
-    assert side.engine.clip_grad_norm_(side.model.parameters(), 1.0) > 0
     side.close()
+
+
+def test_sums_are_kept_where_there_is_room(monkeypatch):
+    device = torch.device("cuda")
+    for name, value in (("mem_get_info", (50, 100)), ("memory_allocated", 20), ("memory_reserved", 30)):
+        monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
+    assert core_sums.place_of(52, device, "auto") == "on the device"
+    assert core_sums.place_of(53, device, "auto") == "in host memory"
+    assert core_sums.place_of(23, device, 50) == "in host memory"
+    assert core_sums.place_of(1 << 60, device, "auto") == "nowhere"

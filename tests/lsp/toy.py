@@ -16,13 +16,13 @@ from torch import nn
 
 from slideformer_backend.api import Engine, attach
 from slideformer_backend.config import SlideFormerConfig
-from slideformer_backend.engine.core_projectors import is_compressed
 from slideformer_backend.engine.unit import KINDS, ONE
 from slideformer_backend.lsp import Beta, OrthonormalProjector, SparseProjector, carry_moments
 from slideformer_backend.lsp_settings import LspSettings
 from slideformer_backend.optim import twins
 from slideformer_backend.optim.norm import block_count, clip_coefficient
 from slideformer_backend.optim.rules import rule_for
+from slideformer_backend.plan.cores import is_compressed
 from slideformer_backend.transfer import Monitor
 
 SETTINGS = {"rank": 8, "nonzeros": 3, "check_interval": 3, "alpha": 0.6, "timeout": 4}
@@ -86,7 +86,8 @@ def loss_of(model: nn.Module, seed: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Event:
-    """``backward`` (batch, is it the last before a step), ``clip`` (bound), ``step``, ``zero``, ``lr`` or ``read``."""
+    """``backward`` (batch, is it the last before a step), ``clip`` (bound), ``step``, ``zero``, ``lr``, ``read``, or
+    ``assign`` (name of a matrix: user code sets its gradient, to ones)."""
 
     name: str
     value: Any = None
@@ -135,6 +136,9 @@ class EngineSide:
                     group["lr"] = event.value
             elif event.name == "read":
                 shown += [parameter.detach().clone() for parameter in self.model.parameters()]
+            elif event.name == "assign":
+                weight = self.model.get_parameter(event.value)
+                weight.grad = torch.ones_like(weight)
         return shown
 
     def core(self, name: str):
@@ -165,6 +169,8 @@ class _Matrix:
         self.number = number
         self.residual = torch.zeros(shape, dtype=dtype)
         self.core: torch.Tensor | None = None
+        self.total: torch.Tensor | None = None
+        """The gradient itself, which only its norm is taken of."""
 
 
 class PlainSide:
@@ -217,6 +223,12 @@ class PlainSide:
                     group["lr"] = event.value
             elif event.name == "read":
                 shown += [parameter.detach().clone() for parameter in self.model.parameters()]
+            elif event.name == "assign":
+                weight = self.model.get_parameter(event.value)
+                self.matrices[id(weight)].core = None
+                self.coefficients.pop(id(weight), None)
+                weight.grad = torch.ones_like(weight)
+                self._arrived(weight)
         return shown
 
     def _arrived(self, parameter: nn.Parameter) -> None:
@@ -226,6 +238,12 @@ class PlainSide:
         if matrix is None:
             return
         parameter.grad = None
+        if matrix.core is None:
+            matrix.total = gradient.clone()
+        else:
+            twins.scale(matrix.total.view(-1), KINDS[gradient.dtype], self.coefficients.get(id(parameter), ONE))
+            matrix.total += gradient
+            self.squares[id(parameter)] = _squares(matrix.total)
         if matrix.core is None and self.steps[id(parameter)] % self.settings.check_interval == 0:
             self._look(parameter, matrix, gradient)
         whole = gradient + matrix.residual if matrix.projector.keeps_residual else gradient
@@ -265,7 +283,8 @@ class PlainSide:
             if parameter.grad is not None:
                 self.squares[id(parameter)] = _squares(parameter.grad)
             elif core is not None and coefficient != ONE:
-                twins.scale(core.view(-1), KINDS[core.dtype], coefficient)
+                for tensor in (core, self.matrices[id(parameter)].total):
+                    twins.scale(tensor.view(-1), KINDS[core.dtype], coefficient)
                 self.squares[id(parameter)] *= float(coefficient) ** 2
         total = 0.0
         for parameter in (*blocks, *edges):

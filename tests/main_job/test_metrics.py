@@ -128,6 +128,9 @@ class TestMeter:
             "compute after pending gradient": "copying gradients",
             "compute after boundary loaded": "bringing activations back",
             "compute after weights pulled": "copying weights",
+            "compute after update on the device": "updates of cores",
+            "compute after sum of gradients fetched": "sums of gradients",
+            "compute after stage of gradient sums drained": "sums of gradients",
         }
         for wait, cause in waits.items():
             assert f"because of {cause}" in bottleneck({wait: 0.5})
