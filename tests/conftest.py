@@ -3,6 +3,7 @@ the output, also when worker processes ran them."""
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 from pathlib import Path
@@ -31,6 +32,16 @@ def _import_interpreted() -> None:
 
 if not torch.cuda.is_available():
     _import_interpreted()
+
+
+def pytest_collection_finish():
+    """What imports and collection made stays for good: collections, which tests ask for too, need not look at it."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure():
+    gc.unfreeze()  # or libraries report as leaked what the interpreter's end does not find
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -3,9 +3,9 @@
 import pytest
 
 from slideformer_backend import api
-from tests.launch.conftest import clean, environ, fresh_state, python, site
+from tests.launch.conftest import clean, environ, fresh_state, python, site, warm_python, warm_server
 
-__all__ = ["clean", "environ", "fresh_state", "python", "site"]
+__all__ = ["clean", "environ", "fresh_state", "python", "site", "warm_python", "warm_server"]
 
 
 @pytest.fixture(autouse=True)

@@ -113,7 +113,8 @@ def test_fsdp2_on_two_processes(checkpoint):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # the libraries are imported once, in a process without threads
     results = context.Queue()
     processes = [context.Process(target=sharded, args=(rank, port, folder, results)) for rank in range(2)]
     for process in processes:

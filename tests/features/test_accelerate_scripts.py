@@ -44,7 +44,7 @@ if os.environ.get("ACCELERATE_USE_SLIDEFORMER") == "true":
 
 
 @pytest.fixture
-def launch(python, tmp_path, environ):
+def launch(warm_python, tmp_path, environ):
     (tmp_path / "sf.yaml").write_text("distributed_type: SLIDEFORMER\nslideformer_config: {status: 'off'}\n")
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(WITNESS)
@@ -54,7 +54,7 @@ def launch(python, tmp_path, environ):
 
     def run(script, *words, managed=True, **more):
         start = ["-m", "accelerate.commands.launch", "--config_file", "sf.yaml"] if managed else []
-        return python(*start, SCRIPTS / script, *words, **variables, **more)
+        return warm_python(*start, SCRIPTS / script, *words, **variables, **more)
 
     return run
 

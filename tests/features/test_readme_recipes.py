@@ -40,7 +40,7 @@ def test_there_are_four():
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: re.sub(r"\W+", " ", command)[:60])
-def test_command(folder, python, environ, command):
+def test_command(folder, warm_python, environ, command):
     (folder / "slideformer.yaml").write_text("distributed_type: SLIDEFORMER\nslideformer_config: {status: 'off'}\n")
     (folder / "loop.py").write_text(LOOP)
     (folder / "trainer.py").write_text(RECIPE)
@@ -52,7 +52,7 @@ def test_command(folder, python, environ, command):
     limits = [] if "loop.py" in words else LIMITS
     path = os.pathsep.join([str(folder / "witness"), environ["PYTHONPATH"]])
     cache = str(folder / "cache")
-    output = python(*start, *words, *limits, PYTHONPATH=path, OMP_NUM_THREADS="1", HF_DATASETS_CACHE=cache)
+    output = warm_python(*start, *words, *limits, PYTHONPATH=path, OMP_NUM_THREADS="1", HF_DATASETS_CACHE=cache)
     assert any(int(line.split()[1]) > 0 for line in output.splitlines() if line.startswith("ENGINE")), output
 
 

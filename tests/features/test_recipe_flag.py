@@ -36,12 +36,12 @@ def config(tmp_path):
     return write
 
 
-def test_a_recipe_of_its_own_process(python, tmp_path):
+def test_a_recipe_of_its_own_process(python, warm_python, tmp_path):
     (tmp_path / "train.py").write_text(RECIPE)
     (tmp_path / "sf.yaml").write_text("update: immediate\nstatus: 'off'\n")
     assert "UPDATE ['immediate']" in python("train.py", *WORDS, "--slideformer", "sf.yaml", "--max_grad_norm", 0)
-    assert "UPDATE ['exact']" in python("train.py", *WORDS, "--slideformer")
-    assert "UPDATE None" in python("train.py", *WORDS)
+    assert "UPDATE ['exact']" in warm_python("train.py", *WORDS, "--slideformer")
+    assert "UPDATE None" in warm_python("train.py", *WORDS)
 
 
 @pytest.mark.parametrize(

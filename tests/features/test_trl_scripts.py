@@ -3,8 +3,6 @@
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -86,15 +84,6 @@ def folder(tmp_path_factory):
     return path
 
 
-def run(command, folder, environ):
-    done = subprocess.run(
-        [sys.executable, *map(str, command)],
-        env=environ, cwd=folder, capture_output=True, text=True, timeout=280, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 def figures(output):
     """The entries that Trainer printed, without times and what we add to them."""
     entries = [eval(line) for line in output.splitlines() if line.startswith("{'") and line.endswith("}")]
@@ -106,19 +95,20 @@ def figures(output):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_script_gives_what_it_gives_without_us(folder, environ, case):
+def test_the_script_gives_what_it_gives_without_us(folder, environ, warm_python, case):
     from safetensors.torch import load_file
 
     name, words, trained, frozen = CASES[case]
     script = Path(importlib.util.find_spec("trl").origin).parent / "scripts" / name
     path = os.pathsep.join([str(folder / "witness"), environ["PYTHONPATH"]])
-    environ = {**environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_DATASETS_CACHE": str(folder / "cache")}
+    more = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_DATASETS_CACHE": str(folder / "cache")}
     launch = ["-m", "accelerate.commands.launch", "--config_file", folder / "sf.yaml"]
     data = ["--model_name_or_path", folder / "model", "--dataset_name", folder / "data"]
     outputs, weights = {}, {}
     for kind, start in {"plain": [], "ours": launch}.items():
         out = folder / f"{case} {kind}"
-        outputs[kind] = run([*start, script, *data, *COMMON, *words, "--output_dir", out], folder, environ)
+        command = [*start, script, *data, *COMMON, *words, "--output_dir", out]
+        outputs[kind] = warm_python(*command, cwd=folder, **more)
         (file,) = [*out.glob("model.safetensors"), *out.glob("adapter_model.safetensors")]
         weights[kind] = load_file(file)
     states = [int(line.split()[1]) for line in outputs["ours"].splitlines() if line.startswith("ENGINE")]

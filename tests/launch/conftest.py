@@ -13,6 +13,7 @@ import torch
 import slideformer_backend
 from slideformer_backend.integrations import hooks
 from slideformer_backend.integrations.session import session
+from tests.launch import warm
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -62,6 +63,34 @@ def python(environ, tmp_path):
         )
         assert (done.returncode != 0) == fails, done.stdout + done.stderr
         return done.stdout + (done.stderr if fails else "")
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def warm_server(site):
+    """The socket of this worker's server of warm processes; None beside a GPU, whose driver no fork inherits."""
+    return None if torch.cuda.is_available() else warm.server(os.pathsep.join([str(site), str(ROOT)]))
+
+
+@pytest.fixture
+def warm_python(warm_server, environ, tmp_path):
+    """As ``python``, in a process that has its imports already; on request in another folder."""
+
+    def call(*arguments, cwd=tmp_path, timeout=280, **variables):
+        given = {**environ, **variables}
+        with open(tmp_path / "stdout", "w+") as out, open(tmp_path / "stderr", "w+") as errors:
+            if warm_server is None:
+                command = [sys.executable, *map(str, arguments)]
+                options = {"stdin": subprocess.DEVNULL, "timeout": timeout, "check": False}
+                status = subprocess.run(command, env=given, cwd=cwd, stdout=out, stderr=errors, **options).returncode
+            else:
+                outputs = out.fileno(), errors.fileno()
+                started = warm.Ended(arguments, {**given, warm.OWN: str(warm_server)}, cwd=cwd, outputs=outputs)
+                status = started.wait(timeout)
+            said, problem = ((out.seek(0), out.read())[1], (errors.seek(0), errors.read())[1])
+        assert status == 0, said + problem
+        return said
 
     return call
 

@@ -3,8 +3,6 @@
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -64,26 +62,18 @@ def words(folder, name):
     ]  # fmt: skip
 
 
-def test_sft_is_the_plain_run_bit_for_bit(folder, environ):
+def test_sft_is_the_plain_run_bit_for_bit(folder, environ, python, warm_python):
     """Its defaults: a fp32 model under bf16 autocast, gradient checkpointing, its own fused head."""
     (folder / "sf.yaml").write_text("distributed_type: SLIDEFORMER\nslideformer_config: {update: exact}\n")
     launch = ["-m", "accelerate.commands.launch", "--config_file", folder / "sf.yaml"]
-    commands = {"plain": [script()], "ours": [*launch, script()]}
+    commands = {"plain": (warm_python, [script()]), "ours": (python, [*launch, script()])}  # ours from nothing
     (folder / "witness").mkdir()
     (folder / "witness" / "sitecustomize.py").write_text(WITNESS)
     path = os.pathsep.join([str(folder / "witness"), environ["PYTHONPATH"]])
-    environ = {**environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_DATASETS_CACHE": str(folder / "cache")}
-    done = {
-        name: subprocess.run(
-            [sys.executable, *map(str, [*command, *words(folder, name)])],
-            env=environ, cwd=folder, capture_output=True, text=True, timeout=280, check=False,
-        )
-        for name, command in commands.items()
-    }  # fmt: skip
-    for process in done.values():
-        assert process.returncode == 0, process.stdout + process.stderr
-    assert "ENGINES 1" in done["ours"].stdout
-    assert "ENGINES" not in done["plain"].stdout
+    more = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_DATASETS_CACHE": str(folder / "cache")}
+    said = {name: run(*command, *words(folder, name), **more) for name, (run, command) in commands.items()}
+    assert "ENGINES 1" in said["ours"]
+    assert "ENGINES" not in said["plain"]
     figures, weights = {}, {}
     for name in commands:
         state = json.loads((folder / name / f"checkpoint-{LENGTH}" / "trainer_state.json").read_text())
