@@ -6,7 +6,7 @@ whose step has been taken and not committed. Working weights are derived from th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ..storage import Slab
 from ..transfer import GradientBuffer
@@ -22,6 +22,10 @@ class RedoLog(UpdatePolicy):
     """
 
     is_clipping = False
+    deferred = 1 << 30
+    """How many units of a clipped step, the last in forward order, get only their working weights at once (a peek) and
+    are committed when their next gradient arrives. The others get both in one pass, which takes longer by a quarter but
+    saves the commit: as many commits are put off as the lane has time for during the backward."""
 
     def arrive(self, unit: Unit, *, is_last: bool) -> None:
         self.absorb(unit)
@@ -61,10 +65,19 @@ class RedoLog(UpdatePolicy):
             by_unit.setdefault(record.unit, []).append((record, entry))
         for unit, items in by_unit.items():
             self._log(unit, items)
-        for unit in sorted(by_unit, key=lambda unit: unit.index):
+        if self.is_clipping:
+            self._balance(by_unit)
+        units = sorted(by_unit, key=lambda unit: unit.index)
+        stale = [unit for unit in units if unit.weights_are is Weights.STALE]
+        deferred = {unit for unit in stale[max(0, len(stale) - self.deferred) :] if unit.spill is None}
+        for unit in units:
+            buffer = unit.logged
             if unit.weights_are is Weights.STALE:
-                self.refresh(unit)
-            if unit.logged is not None and unit.logged.is_aliased:
+                if unit in deferred or buffer is None or "master" not in unit.states:
+                    self.refresh(unit)
+                else:
+                    self._update(unit, buffer)
+            if buffer is not None and buffer.is_aliased:
                 self.commit(unit)  # user code may write the logged memory at any time from now on
                 self.backend.synchronize("host waits for update", unit.updated)
                 if unit.gradient is not None:
@@ -77,6 +90,40 @@ class RedoLog(UpdatePolicy):
         if logged and buffer is not None:
             self._submit_commit(unit, logged, buffer)
         if buffer is not None and buffer is not unit.gradient:
+            self.recycle(unit, buffer)
+
+    def _balance(self, units: Iterable[Unit]) -> None:
+        """Put off fewer commits when the lane is not done with those of the backward that has just ended."""
+        sliding = [unit for unit in units if not unit.is_resident]
+        late = sum(unit.updated is not None and not unit.updated.is_complete for unit in sliding)
+        if late > 1:  # the one that arrived last is no sign of anything
+            self.deferred = max(0, min(self.deferred, len(sliding)) - late + 1)
+        elif late == 0:
+            self.deferred += 1
+
+    def _update(self, unit: Unit, buffer: GradientBuffer) -> None:
+        """Commit the step just logged and write its working weights, in one pass."""
+        updates = self._take_log(unit)
+        stepped = {id(update.record) for update in updates}
+        rest = [record for record in unit.trainable if id(record) not in stepped]
+        for record in unit.records:
+            record.predicted = None
+
+        def run() -> None:
+            self.arithmetic.update(updates)
+            self.arithmetic.restore(rest)
+
+        self.operate(
+            unit,
+            f"update of {unit.name}",
+            run,
+            after={**self.before_weights(unit), "update after gradient filled": buffer.filled},
+            reads=_slabs(buffer),
+            writes=(unit.weights,),
+            states="write",
+        )
+        unit.weights_are = Weights.CURRENT
+        if buffer is not unit.gradient:
             self.recycle(unit, buffer)
 
     def refresh(self, unit: Unit) -> None:

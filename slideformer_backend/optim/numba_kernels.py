@@ -59,6 +59,7 @@ def warm_up(
         numba_update.kernels("commit", rule.name, count, g_kind)
         numba_update.kernels("peek", rule.name, count, g_kind, w_kind)
         numba_update.kernels("advance", rule.name, count, g_kind, g_kind, w_kind)
+        numba_update.kernels("update", rule.name, count, g_kind, w_kind)
     elif w_kind == "bf16":
         numba_update.kernels("update_split", rule.name, count, g_kind)
     elif w_kind == "fp32":

@@ -76,6 +76,7 @@ def test_nothing_compiles_after_warm_up(policy, g_kind, w_kind):
         kernels.commit(rule, case.p, case.states, *pending)
         kernels.peek(rule, case.p, case.states, *pending, case.w, w_kind)
         kernels.advance(rule, case.p, case.states, pending, pending, case.w, w_kind)
+        kernels.update(rule, case.p, case.states, *pending, case.w, w_kind)
     elif w_kind == "bf16":
         kernels.split(case.p, hi, lo)
         kernels.update_split(rule, hi, lo, case.states, *pending)

@@ -1,13 +1,22 @@
 """Clipping in all the ways scripts do it, and other edits of gradients between backward and step."""
 
+import zlib
+
 import pytest
 import torch
 
+from slideformer_backend.engine.redo_log import RedoLog
 from tests.parity.harness import PRECISIONS, check
 from tests.parity.models import batch, language_loss, llama
 from tests.tolerances import NORM
 
 ADAMW = {"lr": 1e-2, "fused": True}
+
+
+@pytest.fixture(autouse=True)
+def commits(request, monkeypatch):
+    """Some tests put no commit off, some one or two: which must not matter."""
+    monkeypatch.setattr(RedoLog, "deferred", zlib.crc32(request.node.name.encode()) % 3)
 
 
 def parameters(run):

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from slideformer_backend.api import Engine, attach
 from slideformer_backend.config import SlideFormerConfig
 from slideformer_backend.engine.clip import as_tensor
+from slideformer_backend.engine.redo_log import RedoLog
 from slideformer_backend.engine.unit import KINDS, ONE
 from slideformer_backend.optim import numba_kernels as kernels
 from slideformer_backend.optim.norm import block_count, clip_coefficient
@@ -114,6 +115,8 @@ class EngineSide(Side):
             monitor=monitor,
         )
         self.engine.backward.measures_slots = seed % 2 == 1  # as on a CUDA device
+        if isinstance(self.engine.policy, RedoLog) and seed % 3:
+            self.engine.policy.deferred = seed % 3 - 1  # none or one, where all would be put off at first
         boundaries = self.engine.boundaries
         boundaries.least, boundaries.kept = 0, 1  # two of three leave
         if seed % 5 == 2:  # nothing is recomputed, weights stay in slots

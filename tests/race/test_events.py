@@ -160,7 +160,7 @@ def _mutations():
 def test_mutation_is_found(name, monkeypatch):
     owner, attribute, wrong = _mutations()[name]
     monkeypatch.setattr(owner, attribute, wrong)
-    for seed in range(60):
+    for seed in range(200):
         with contextlib.suppress(Exception):
             run(random_events(seed, 10), random_setting(seed))
             continue
