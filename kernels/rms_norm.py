@@ -23,6 +23,7 @@ __all__ = [
 ]
 
 _WIDEST = 65536
+_PER_WARP = 512  # elements
 
 
 @triton.jit
@@ -79,7 +80,7 @@ def forward_config(columns: int) -> NormConfig:
     """Rows of 4 Ki elements and more are one program; narrow ones share it."""
     block = triton.next_power_of_2(columns)
     rows = max(1, min(16, 2048 // block))
-    return NormConfig(rows, warps=max(1, min(16, rows * block // 512)))
+    return NormConfig(rows, warps=max(1, min(16, rows * block // _PER_WARP)))
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -8,9 +8,11 @@ import importlib
 import os
 from pathlib import Path
 
+import pytest
 import torch
 
 KERNELS = Path(__file__).resolve().parents[1] / "kernels"
+_STARTED_WITH = frozenset(os.environ)
 
 
 def _import_interpreted() -> None:
@@ -32,6 +34,14 @@ def _import_interpreted() -> None:
 
 if not torch.cuda.is_available():
     _import_interpreted()
+
+
+@pytest.fixture(autouse=True)
+def environment_stays():
+    """A test that leaves behind what makes later ones a distributed run is the one that fails."""
+    yield
+    left = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"} & os.environ.keys() - _STARTED_WITH
+    assert not left, f"the test left {sorted(left)} in the environment"
 
 
 def pytest_collection_finish():

@@ -1,8 +1,10 @@
 """``benchmarks/lsp.py``: a method that is cut short still gives its figures; what is not installed is said."""
 
 import json
+import os
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +22,8 @@ def bench(monkeypatch):
     import lsp_worker
 
     others = api.engines()
-    yield lsp, lsp_worker
+    with mock.patch.dict(os.environ):  # a worker is a process of its own, and may set what it likes
+        yield lsp, lsp_worker
     for engine in api.engines():
         if engine not in others:
             engine.detach()
