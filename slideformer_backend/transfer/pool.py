@@ -86,16 +86,20 @@ class GradientPool:
 
         Args:
             spare: how many returned buffers may stay in flight before a new one is not worth its memory; a buffer
-                whose content is already consumed is always preferred. Otherwise the one returned last is taken: its
-                unit is the next that a forward needs, so the update lane serves it before those returned earlier,
-                and waiting for those would mean waiting for all.
+                whose content is already consumed is always preferred. Otherwise the last but one is taken. Units are
+                returned in the order of a backward, and the update lane serves those that a forward needs next,
+                returned last, before the others, so waiting for an early one would mean waiting for all; but the last
+                one's own gradient arrives just before the one that this buffer is for, and there is not a moment left
+                between an update that takes as long as a backward and the next arrival.
         """
         for buffer in self._free:
             if self._is_ready(buffer):
                 self._free.remove(buffer)
                 return buffer
         if self._free and len(self._free) >= spare:
-            return self._free.pop()
+            buffer = self._free[-min(2, len(self._free))]
+            self._free.remove(buffer)
+            return buffer
         self._created += 1
         slab = self._memory.allocate(f"gradient buffer {self._name}.{self._created}", self.nbytes, dma=True)
         return GradientBuffer(slab)

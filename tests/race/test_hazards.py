@@ -209,18 +209,18 @@ def test_gradient_pool_grows_only_while_buffers_are_in_flight():
     memory = HostMemory(pin=False)
     pool = GradientPool(memory, "pool", 64)
     pending = Ticket("never over")
-    first = pool.take(spare=2)
-    pool.give(first, pending)
-    second = pool.take(spare=2)
-    assert second is not first
-    pool.give(second, pending)
-    assert pool.take(spare=2) is second  # two in flight: waiting beats a third, and the lane serves the last one first
+    buffers = [pool.take(spare=3) for _ in range(3)]
+    for buffer in buffers:
+        pool.give(buffer, pending)
+    # three in flight: waiting beats a fourth; the lane serves the last ones first, and the last has no time left
+    assert pool.take(spare=3) is buffers[1]
+    assert [pool.take(spare=1) for _ in range(2)] == [buffers[0], buffers[2]]
     done = Ticket("over")
     done.issue()
-    pool.give(second, done)
-    taken = {id(pool.take(spare=1)) for _ in range(2)}
-    assert taken == {id(first), id(second)}
-    assert memory.allocated == 128
+    pool.give(buffers[1], done)
+    assert pool.take(spare=1) is buffers[1]
+    assert len({id(buffer) for buffer in buffers}) == 3
+    assert memory.allocated == 192
 
 
 def test_a_buffer_that_user_code_holds_is_not_recycled():
