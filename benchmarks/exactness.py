@@ -50,7 +50,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--update", choices=("exact", "immediate"), default="exact")
     parser.add_argument("--gpu-memory", default="auto", help="cap of the plan: how many layers move to the GPU")
     parser.add_argument("--activations", choices=("auto", "gpu", "host", "nvme"), default="auto")
-    parser.add_argument("--nvme-path", help="folder for files of inputs of layers")
+    for key in ("weights", "optimizer-states"):
+        parser.add_argument(f"--{key}", default="auto", choices=("auto", "host", "nvme"))
+    parser.add_argument("--nvme-path", help="folder for files of what waits on NVMe")
     parser.add_argument("--attention", choices=("sdpa", "eager"), default="sdpa")
     return parser.parse_args()
 
@@ -117,7 +119,12 @@ def train_managed(args: argparse.Namespace, data: list[Tensor], device: torch.de
     model = make(args, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
     config = SlideFormerConfig(
-        update=args.update, gpu_memory=args.gpu_memory, activations=args.activations, nvme_path=args.nvme_path
+        update=args.update,
+        gpu_memory=args.gpu_memory,
+        activations=args.activations,
+        weights=args.weights,
+        optimizer_states=args.optimizer_states,
+        nvme_path=args.nvme_path,
     )
     engine = attach(model, config, device=device)
     engine.bind(optimizer)

@@ -63,7 +63,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--gpu-memory", default="auto", help="cap of the plan, such as 24GiB")
     parser.add_argument("--recompute", default="auto", choices=("auto", "always", "never"))
     parser.add_argument("--activations", default="auto", choices=("auto", "gpu", "host", "nvme"))
-    parser.add_argument("--nvme-path", help="folder for files of inputs of layers")
+    for key in ("weights", "optimizer-states"):
+        parser.add_argument(f"--{key}", default="auto", choices=("auto", "host", "nvme"))
+    parser.add_argument("--nvme-path", help="folder for files of what waits on NVMe")
     parser.add_argument("--trace", help="file for a timeline of the run")
     parser.add_argument("--liger", action="store_true", help="use Liger's kernels in both modes")
     parser.add_argument("--fused", action="store_true", help="managed: our kernels and lazy logits, as in Accelerator")
@@ -93,6 +95,8 @@ def main() -> None:
             gpu_memory=args.gpu_memory,  # type: ignore[arg-type]  # the config parses sizes
             recompute=args.recompute,
             activations=args.activations,
+            weights=args.weights,
+            optimizer_states=args.optimizer_states,
             nvme_path=args.nvme_path,
             trace=args.trace,
         )

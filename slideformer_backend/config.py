@@ -194,14 +194,18 @@ class SlideFormerConfig:
     )
     lazy_logits: bool = _key(True, BOOLEAN, "fuse the head with the loss, never holding all logits")
     weights: Literal["auto", "host", "nvme"] = _key(
-        "auto", one_of("auto", "host", "nvme"), "where weights outside the window live", built=False
+        "auto",
+        one_of("auto", "host", "nvme"),
+        "where weights of layers outside the window live; auto: on NVMe only if host memory cannot hold them",
     )
     optimizer_states: Literal["auto", "host", "nvme"] = _key(
         "auto", one_of("auto", "host", "nvme"), "where master weights and moments live"
     )
     nvme_path: str | None = _key(None, _or(None, PATH), "folder on a local NVMe disk, for what goes there")
     nvme_fraction: float | None = _key(
-        None, _or(None, Kind("a number from 0 to 1", _fraction)), "share of the states that goes to NVMe, at least"
+        None,
+        _or(None, Kind("a number from 0 to 1", _fraction)),
+        "share of what is to go to NVMe (states, weights) that goes there, at least",
     )
     strategy: Literal["slide", "lsp"] = _key(
         "slide",
@@ -233,11 +237,11 @@ class SlideFormerConfig:
                     remedy=f"remove {key.name}",
                 )
             object.__setattr__(self, key.name, normal)
-        if self.optimizer_states == "host" and self.nvme_fraction:
+        if self.optimizer_states == "host" and self.weights != "nvme" and self.nvme_fraction:
             raise ConfigError(
                 f"nvme_fraction: {self.nvme_fraction} has nothing to be a share of.",
                 found="optimizer_states: host",
-                remedy="set optimizer_states: nvme, or remove nvme_fraction",
+                remedy="set optimizer_states: nvme or weights: nvme, or remove nvme_fraction",
             )
 
     @classmethod

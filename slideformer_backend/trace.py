@@ -27,7 +27,7 @@ Mark: TypeAlias = "float | torch.cuda.Event"
 
 COMPUTE = "compute"
 TRACKS = (COMPUTE, "training thread", "h2d", "d2h", "out", "back", "file_out", "file_back", "norms", "update", "load",
-          "store")  # fmt: skip
+          "store", "weights_in", "weights_out")  # fmt: skip
 """Known tracks, in the order in which a viewer shows them; others follow."""
 
 LIMIT = 500_000

@@ -37,11 +37,12 @@ def install_state_hooks(engine: Engine) -> None:
 @contextlib.contextmanager
 def borrowed_state(engine: Engine) -> Iterator[None]:
     """Inside, ``state_dict`` of the model copies nothing: its tensors are the host memory itself, to be written to a
-    file and dropped. Each still has a storage of its own."""
+    file and dropped, or pages of the file where it waits. Each still has a storage of its own."""
     engine.settle()
     _BORROWED.add(engine)
     try:
-        yield
+        with engine.spill.borrowed():
+            yield
     finally:
         _BORROWED.discard(engine)
 
@@ -49,6 +50,15 @@ def borrowed_state(engine: Engine) -> Iterator[None]:
 def alias(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous host tensor again, with the same memory and a storage that holds nothing else."""
     return torch.from_numpy(tensor.detach().reshape(-1).view(torch.uint8).numpy()).view(tensor.dtype).view(tensor.shape)
+
+
+def _in_file(engine: Engine | None, parameter: nn.Parameter | None, value: torch.Tensor) -> torch.Tensor:
+    """``value`` of a parameter, or pages of a file with the same where a borrowed weight waits in one."""
+    record = engine.record_of(parameter) if engine is not None and parameter is not None else None
+    if engine is None or record is None or record.shows_master:
+        return value
+    pages = engine.spill.borrow(record.unit)
+    return value if pages is None else record.weight_view(pages)
 
 
 class _OwnStorage:
@@ -59,10 +69,12 @@ class _OwnStorage:
         self._names = names
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
-        own = alias if self._engine() in _BORROWED else torch.clone
+        engine = self._engine()
+        own = alias if engine in _BORROWED else torch.clone
         for name in self._names:
             value = state.get(prefix + name)
             if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+                value = _in_file(engine, module._parameters[name], value)
                 state[prefix + name] = own(value) if value.device.type == "cpu" else value.clone()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _OwnStorage:

@@ -283,6 +283,8 @@ def configuration(plan: Plan | LspPlan, wishes: Wishes, nvme_path: str | None = 
     section |= wishes.later
     if plan.terms.spilled:
         section.setdefault("optimizer_states", "nvme" if plan.spill and not plan.spill.host else "auto")
+    if plan.terms.filed:
+        section.setdefault("weights", "nvme" if len(plan.terms.filed) == len(plan.request.parts.sliding) else "auto")
     if plan.nvme and nvme_path:
         section.setdefault("nvme_path", nvme_path)
     missing = sorted(section.keys() - built)

@@ -41,13 +41,17 @@ def contents(plan: Plan | LspPlan) -> dict[str, dict[str, int]]:
             "activations": plan.activations,
         }
     tiers["host"] = {
-        "weights": first.host_weights,
+        "weights": first.host_weights + first.host_frames,
         "states": first.host_states + first.host_staging,
         "gradients": first.host_gradients,
         "activations": plan.host_activations,
     }
     if plan.nvme:
-        tiers["NVMe"] = {"states": first.nvme_states, "activations": plan.nvme_activations}
+        tiers["NVMe"] = {
+            "states": first.nvme_states,
+            "weights": first.nvme_weights,
+            "activations": plan.nvme_activations,
+        }
     return tiers
 
 
@@ -171,6 +175,9 @@ def _decisions(plan: Plan | LspPlan) -> dict[str, object]:
         "resident_units": sorted(terms.resident),
         "units_without_recompute": sorted(plan.kept),
         "units_on_nvme": sorted(terms.spilled),
+        "units_on_nvme_at_once_in_memory": terms.staged,
+        "weights_on_nvme": sorted(terms.filed),
+        "weights_on_nvme_at_once_in_memory": terms.frames,
         "inputs_on_nvme": plan.nvme_activations > 0,
     }
 
@@ -248,6 +255,11 @@ def _notes(plan: Plan | LspPlan) -> list[str]:
             f"Optimizer states of {len(terms.spilled)} of {len(parts.sliding) + len(parts.edges)} units are on NVMe,"
             f" {terms.staged} of them in host memory at once."
             + ("" if is_built("optimizer_states", "nvme_path") else " This version cannot do that yet.")
+        )
+    if terms.filed:
+        notes.append(
+            f"Working weights of {len(terms.filed)} of {len(parts.sliding)} layers are on NVMe, {terms.frames} of them"
+            " in host memory at once; each forward and each backward reads them."
         )
     if plan.nvme_activations:
         notes.append(

@@ -34,6 +34,9 @@ class _OfRecord:
             raise StateError("a tensor is still guarded by an engine that is gone")
         return record
 
+    def over(self) -> None:
+        """See ``Access``: nothing was kept for the operation."""
+
 
 class ParameterAccess(_OfRecord):
     """Guards a sliding parameter while it is its host tensor."""
@@ -51,6 +54,8 @@ class ParameterAccess(_OfRecord):
         engine.backend.synchronize("host waits for update", unit.updated)
         if writes:
             engine.backend.synchronize("host waits for weights sent", unit.sent)
+        engine.spill.weights.hold(unit, writes=writes)
+        if writes:
             policy.remember(record)
         shown = (self._shown(),)
         engine.backend.touch_host(f"user's access to {record.name}", reads=shown, writes=shown if writes else ())
@@ -58,13 +63,22 @@ class ParameterAccess(_OfRecord):
     def after(self, aliased: bool) -> None:
         engine = self._alive()
         unit = self._record.unit
+        if aliased and engine.spill.is_only_read(unit):
+            engine.spill.weights.lend(unit, writes=False)
+            return
         if self._record.shows_master:
             engine.policy.commit(unit)
         engine.backend.synchronize("host waits for weights sent", unit.sent)
+        engine.spill.weights.present(unit, writes=True)
+        if aliased:
+            engine.spill.weights.lend(unit)
         engine.backend.touch_host(f"user's alias of {self._record.name}", writes=(self._shown(),))
         engine.policy.remember(self._record)
         engine.policy.expose(self._record)
         unit.content += 1
+
+    def over(self) -> None:
+        self._alive().spill.weights.let_go(self._record.unit)
 
     def get_grad(self) -> torch.Tensor | None:
         engine, record = self._alive(), self._record
@@ -101,6 +115,7 @@ class ParameterAccess(_OfRecord):
         self.before(writes=True)
         record.host.copy_(plain_value(value))
         self.after(aliased=False)
+        self.over()
 
     def _shown(self) -> Slab:
         states = self._record.unit.states

@@ -4,25 +4,37 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
-from ..errors import UnsupportedError
+from ..errors import StorageError, UnsupportedError
 from ..plan import ParamSpec, Part, Partition, UnitLayout, partition
 from ..storage import HostMemory
 from .guard import guarded_class
+from .spill import Spill
 from .unit import KINDS, ParamRecord, Unit, Where
 
 
-def build_units(parts: Partition, device: torch.device, model: nn.Module, memory: HostMemory) -> list[Unit]:
-    """Lay the weights of all units out in host memory; resident parameters go to ``device``.
+def build_units(
+    parts: Partition, device: torch.device, model: nn.Module, memory: HostMemory, spill: Spill
+) -> list[Unit]:
+    """Lay the weights of all units out in host memory, or in the files that ``spill`` has reserved; resident parameters
+    go to ``device``.
 
     The peak is the plan plus one unit: the originals of a unit are freed as soon as its slab is filled.
+
+    Raises:
+        StorageError: a file cannot be written; the model has its weights back.
     """
     units: list[Unit] = []
-    for part in parts.sliding:
-        units.append(_sliding_unit(len(units), part, memory))
+    try:
+        for part in parts.sliding:
+            units.append(_sliding_unit(len(units), part, memory, spill))
+    except StorageError:
+        _give_back(units, spill)
+        raise
     for part in parts.edges:
         units.append(edge_unit(len(units), part, device, memory))
     _place_rest(model, {id(parameter) for part in parts.sliding for parameter in part.parameters}, device)
@@ -155,11 +167,12 @@ def _record(parameter: nn.Parameter, unit: Unit, number: int, spec: ParamSpec, h
     return ParamRecord(spec.name, parameter, unit, spec, place, host, own, guarded_class(own))
 
 
-def _sliding_unit(index: int, part: Part, memory: HostMemory) -> Unit:
+def _sliding_unit(index: int, part: Part, memory: HostMemory, spill: Spill) -> Unit:
     name, module, parameters, specs = part
     layout = part.layout
-    weights = memory.allocate(f"weights of {name}", layout.weight_bytes, dma=True)
+    weights = spill.weights_of(index, name, layout.weight_bytes)
     unit = Unit(index, name, module, layout, weights, Where.HOST)
+    spill.file_weights(unit)
     if any(spec.working != spec.dtype for spec in specs):
         unit.states["master"] = memory.allocate(f"master of {name}", layout.state_elements * 4, dma=False)
     for number, (parameter, spec) in enumerate(zip(parameters, specs, strict=True)):
@@ -175,7 +188,17 @@ def _sliding_unit(index: int, part: Part, memory: HostMemory) -> Unit:
                 record.host = working
         parameter.data = record.host
         unit.records.append(record)
+    spill.count_tensors(unit)
     return unit
+
+
+def _give_back(units: Sequence[Unit], spill: Spill) -> None:
+    """A disk has failed: parameters of what was built are plain ones again."""
+    spill.recover()
+    for record in (record for unit in units for record in unit.records):
+        spill.present(record.unit)
+        record.parameter.data = record.host.clone()
+    spill.close()
 
 
 def edge_unit(index: int, part: Part, device: torch.device, memory: HostMemory) -> Unit:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ..errors import StorageError
 from .access import EdgeAccess, ParameterAccess, give_gradients, take_gradients
 from .core_access import CoreAccess
 from .driver import UnitForward
@@ -17,7 +19,7 @@ from .hooks import Accumulated, AfterForward, BeforeAccumulation, BeforeAnyStep,
 from .identity import ByIdentity
 from .immediate import Immediate
 from .operation import Operation, has_failed
-from .unit import ParamRecord, Unit
+from .unit import ParamRecord, Unit, Weights
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -77,11 +79,35 @@ def _access_to(engine: Engine, record: ParamRecord) -> Access:
     return EdgeAccess(engine, record) if record.unit.is_resident else ParameterAccess(engine, record)
 
 
-def release_parameters(engine: Engine, gradients: Mapping[int, torch.Tensor]) -> None:
-    """Make managed parameters plain ones: copies of their own on the host, with their gradients (by record)."""
+def release_parameters(engine: Engine, gradients: Mapping[int, torch.Tensor]) -> StorageError | None:
+    """Make managed parameters plain ones: copies of their own on the host, with their gradients (by record).
+
+    Returns:
+        Why weights of a unit could not be read, if so: they are NaN.
+    """
+    failure: StorageError | None = None
     for unit in engine.units:
+        try:
+            engine.spill.weights.present(unit)
+        except StorageError:
+            try:
+                engine.spill.recover()
+                _catch_up(engine, unit, ())
+            except StorageError as error:
+                failure = failure or error
+                _lose_weights(engine, unit)
         for record in unit.records:
             _release(engine, record, gradients.get(id(record)))
+    return failure
+
+
+def _lose_weights(engine: Engine, unit: Unit) -> None:
+    logger.error("SlideFormer: the weights of %s cannot be read, and are NaN from now on.", unit.name)
+    unit.weights = engine.memory.allocate(f"lost weights of {unit.name}", unit.weights.nbytes, dma=False)
+    unit.weights.flat.fill_(255)
+    for record in unit.records:
+        if not record.shows_master:
+            record.host = record.weight_view(unit.weights.flat)
 
 
 def _release(engine: Engine, record: ParamRecord, gradient: torch.Tensor | None) -> None:
@@ -130,9 +156,25 @@ def _is_restored(engine: Engine, unit: Unit) -> bool:
 
 def _catch_up(engine: Engine, unit: Unit, failed: Sequence[Operation]) -> None:
     """Bring the host weights of ``unit`` to its last ``step()``, by as few of its failed operations as that takes."""
-    for operation in failed:
-        if operation.step == unit.steps:
-            return  # this one, and what comes behind it, was for a step that did not happen
-        engine.policy.redo(unit, operation)
-        engine.backend.synchronize("host waits for update", unit.updated)
-    engine.policy.settle(unit)
+    left = collections.deque(failed)
+    try:
+        while (
+            left and left[0].step != unit.steps
+        ):  # that one, and what is behind it, was for a step that did not happen
+            engine.policy.redo(unit, left[0])
+            engine.backend.synchronize("host waits for update", unit.updated)
+            left.popleft()
+        if not left:
+            engine.policy.settle(unit)
+        engine.spill.weights.present(unit)
+    except StorageError:
+        if unit.filed is None or not engine.policy.can_make(unit):
+            raise
+        unit.operations.clear()
+        unit.updated = None
+        engine.spill.weights.recover()
+        for operation in left:  # masters and moments have to come to the last step too
+            engine.policy.redo(unit, operation, whole=True)
+        unit.weights_are = Weights.STALE
+        engine.policy.settle(unit)
+        engine.spill.weights.present(unit)

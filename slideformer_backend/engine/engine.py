@@ -23,21 +23,22 @@ from .binding import Binding
 from .build import checked_parts, frozen_overlaps
 from .custody import release_parameters, salvage, take_parameters
 from .edges import Edges
+from .feed import Feed
 from .hooks import Removable
 from .identity import ByIdentity
 from .immediate import Immediate
 from .moves import move_to_device
 from .norms import Norms
+from .pace import Pace
 from .redo_log import RedoLog
 from .report import EngineReport, allocated_bytes, make_report
 from .residency import Residency
 from .schedule import Phase, Schedule
-from .spill import Spill
-from .spilling import begin_spill, check_nvme, open_boundaries, open_tier, refuse_whole
+from .spilling import begin_spill, check_nvme, open_boundaries, open_spill, open_tier, refuse_whole
 from .states import allocate_states, load_states, master_of, moment_names, moment_of
 from .stepper import Stepper
 from .strategy import check_strategy, device_units_for, preflight_for, units_for
-from .unit import ParamRecord, Unit, Weights, Where
+from .unit import ParamRecord, Unit, Where
 from .window import Window
 
 SWITCH_INTERVAL = 2e-4
@@ -76,18 +77,18 @@ class Engine:
         self.backend.record(Recorder(self.device, config.trace) if config.trace is not None else None)
         pin = self.device.type == "cuda" if config.pin_memory == "auto" else config.pin_memory
         self.memory = HostMemory(pin=pin and self.device.type == "cuda")
+        self.spill = open_spill(self.backend, self.memory, parts, terms, tier)
         self.boundaries = open_boundaries(config, self.backend, self.memory)
+        self.units = units_for(config, parts, self.device, model, self.memory, self.spill, terms)
         self._switch_interval = sys.getswitchinterval()
         sys.setswitchinterval(min(self._switch_interval, SWITCH_INTERVAL))
-        self.units = units_for(config, parts, self.device, model, self.memory, terms)
         self.sliding = [unit for unit in self.units if not unit.is_resident]
         threads = default_threads() if config.cpu_threads == "auto" else config.cpu_threads
         self.workers = WorkerPool(threads)
-        self.window = Window(self.backend, self.units, terms.prefetch)
+        self.window = Window(self.backend, self.units, terms.prefetch, self.spill.weights)
         policy = Immediate if config.update == "immediate" else RedoLog
         arithmetic = Arithmetic(self.workers)
         norms = Norms(self.backend, self.memory, arithmetic)
-        self.spill = Spill(self.backend, self.memory)
         self.policy = policy(self.backend, self.window, self.memory, arithmetic, norms, self.spill)
         self.policy.spare_buffers = terms.spares
         edges = [unit for unit in self.units if unit.is_resident]
@@ -95,8 +96,9 @@ class Engine:
         self.edges = Edges(self.backend, edges, self.policy, device_units)
         self.residency = Residency(config, self.backend, self.window, self.policy, self.memory)
         self.residency.start_edges(edges if config.strategy == "slide" else [])  # the plan of lsp has decided
-        begin_spill(self.spill, self.units, terms, tier)
-        fetch, expects = self._fetch_for_backward, self._expects_step
+        begin_spill(self.spill, self.units, terms)
+        self.feed, self.pace = Feed(self), Pace(config, self.backend, self.spill, self.memory)
+        fetch, expects = self.feed.fetch_for_backward, self._expects_step
         self.backward = Backward(self.backend, self.window, self.policy, self.edges, fetch, expects)
         self.stepper = Stepper(config, self.backend, self.policy, self.edges)
         self.schedule = Schedule(self.sliding)
@@ -187,9 +189,9 @@ class Engine:
         self.stepper.step(binding)
         self._usual_count, self.backward.count = max(1, self.backward.count), 0
         self.residency.after_step()
-        self._fetch_first()
-        self.spill.write_back()
-        self.spill.read_ahead(self.schedule.backward_order())
+        self.pace.after_step()
+        self.feed.fetch_first()
+        self.feed.read_ahead()
 
     def step_was_skipped(self, optimizer: Optimizer) -> bool:
         """Whether the last ``step()`` of ``optimizer`` was dropped because of non-finite gradients."""
@@ -251,13 +253,13 @@ class Engine:
         finally:
             if not is_settled:
                 salvage(self)
-            self._undo(gradients if is_settled else {})
+            self._undo(gradients if is_settled else {}, is_failing=not is_settled)
 
-    def _undo(self, gradients: Mapping[int, torch.Tensor]) -> None:
+    def _undo(self, gradients: Mapping[int, torch.Tensor], *, is_failing: bool) -> None:
         hooks = [hook.remove for hook in self._hooks]
         for undo in (*hooks, *[forward.undo for forward in self._forwards], *[b.undo for b in self._bindings]):
             undo()
-        release_parameters(self, gradients)
+        lost = release_parameters(self, gradients)
         self._records.clear()
         self._bindings.clear()
         self.is_detached = True
@@ -267,6 +269,8 @@ class Engine:
         self.workers.close()
         self.boundaries.abandon()
         self.spill.close()
+        if lost is not None and not is_failing:
+            raise lost
 
     # -- what the driver calls -------------------------------------------------------------------------------------
 
@@ -276,9 +280,9 @@ class Engine:
         if is_wide:
             self.policy.settle(unit)
         self.schedule.visit(phase, unit)
-        self._fetch(unit)
+        self.feed.fetch(unit)
         self.window.lease(unit, where, is_wide=is_wide)
-        self._fetch_ahead(phase, unit)
+        self.feed.fetch_ahead(phase, unit)
         self.backend.begin("forward", unit.name)
 
     def leave(self, unit: Unit) -> None:
@@ -361,34 +365,6 @@ class Engine:
             if record.steps:
                 load_states(record, {}, moment_names(record), self.spill)
         binding.warm_up(records, self.config.update)
-
-    def _fetch(self, unit: Unit) -> None:
-        if unit.leases:
-            return
-        self.policy.absorb(unit)
-        slot = unit.weight_slot
-        if (slot is None or slot.content != unit.content) and unit.weights_are is not Weights.CURRENT:
-            self.policy.refresh(unit)
-        self.window.fetch(unit)
-
-    def _fetch_ahead(self, phase: Phase, unit: Unit) -> None:
-        for ahead in self.schedule.ahead(phase, unit, self.window.depth):
-            if ahead.weights_are is Weights.CURRENT and not ahead.leases and not ahead.is_resident:
-                self._fetch(ahead)
-
-    def _fetch_for_backward(self, unit: Unit) -> None:
-        self.schedule.visit(Phase.BACKWARD, unit)
-        if self.spill.tier is not None and self.policy.expects_update(unit, is_last=self.backward.is_last):
-            self.spill.read_ahead([unit, *self.schedule.ahead(Phase.BACKWARD, unit, len(self.sliding))])
-        self._fetch(unit)
-        self._fetch_ahead(Phase.BACKWARD, unit)
-
-    def _fetch_first(self) -> None:
-        unit = self.schedule.first
-        if unit is None or unit.is_resident or unit.weights_are is not Weights.CURRENT:
-            return
-        self._fetch(unit)
-        self._fetch_ahead(Phase.FORWARD, unit)
 
     def _expects_step(self) -> bool:
         # accumulate() and Trainer say so; a loop that accumulates by hand is expected to do as it did last time

@@ -49,6 +49,9 @@ class Access(Protocol):
     def after(self, aliased: bool) -> None:
         """Called after an operation that wrote the tensor's memory or handed out an alias of it (``aliased``)."""
 
+    def over(self) -> None:
+        """Called when an operation that ``before`` has let begin is over, whatever came of it."""
+
     def get_grad(self) -> torch.Tensor | None:
         """The tensor's ``grad``."""
 
@@ -151,14 +154,20 @@ def _torch_function(
     guarded = [(tensor, access) for tensor in tensors_in((args, kwargs)) if (access := access_of(tensor)) is not None]
     name = getattr(func, "__name__", "")
     writes = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE or "out" in kwargs
-    for _, access in guarded:
-        access.before(writes)
-    with torch._C.DisableTorchFunctionSubclass():
-        result = func(*args, **kwargs)
-    for tensor, access in guarded:
-        aliased = name in _HANDS_OUT or _shares_memory(result, tensor)
-        if writes or aliased:
-            access.after(aliased)
+    begun: list[Access] = []
+    try:
+        for _, access in guarded:
+            access.before(writes)
+            begun.append(access)
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+        for tensor, access in guarded:
+            aliased = name in _HANDS_OUT or _shares_memory(result, tensor)
+            if writes or aliased:
+                access.after(aliased)
+    finally:
+        for access in begun:
+            access.over()
     return result
 
 

@@ -45,6 +45,9 @@ class Immediate(UpdatePolicy):
     def expects_update(self, unit: Unit, *, is_last: bool) -> bool:
         return is_last
 
+    def expects_new_weights(self, *, is_last: bool) -> bool:
+        return is_last
+
     def step(self, records: Sequence[ParamRecord], entries: Sequence[Entry]) -> None:
         by_unit: dict[Unit, tuple[list[ParamRecord], list[Entry]]] = {}
         for record, entry in zip(records, entries, strict=True):

@@ -69,6 +69,10 @@ class UpdatePolicy(abc.ABC):
         """Whether ``arrive`` will use the states of ``unit``."""
 
     @abc.abstractmethod
+    def expects_new_weights(self, *, is_last: bool) -> bool:
+        """Whether ``arrive`` will write working weights."""
+
+    @abc.abstractmethod
     def step(self, records: Sequence[ParamRecord], entries: Sequence[Entry]) -> None:
         """``step()``: these updates apply to the gradients as they are."""
 
@@ -79,6 +83,14 @@ class UpdatePolicy(abc.ABC):
     @abc.abstractmethod
     def refresh(self, unit: Unit) -> None:
         """Make the host working weights those after the last ``step()``."""
+
+    def make(self, unit: Unit) -> None:
+        """As ``refresh``, for weights whose use is near."""
+        self.refresh(unit)
+
+    def can_make(self, unit: Unit) -> bool:
+        """Whether ``refresh`` makes all working weights of ``unit`` of its masters, whatever they were."""
+        return False
 
     @abc.abstractmethod
     def void(self, unit: Unit) -> None:
@@ -287,7 +299,7 @@ class UpdatePolicy(abc.ABC):
     def settle(self, *units: Unit) -> None:
         """Host weights, masters and moments of ``units`` are final and idle when this returns.
 
-        States that spill may then be in a file: ``spill.present`` brings them.
+        States and weights that spill may then be in a file: ``spill.present`` brings them.
         """
         on_host = [unit for unit in units if not unit.updates_on_device]
         for unit in on_host:
@@ -302,8 +314,9 @@ class UpdatePolicy(abc.ABC):
         self.backend.synchronize("host waits for update", unit.updated)
         self.backend.synchronize("host waits for weights sent", unit.sent)
         spilled = unit.spill.parts if unit.spill is not None else {}
-        states = [slab for name, slab in unit.states.items() if name not in spilled]
-        self.backend.touch_host(f"settled {unit.name}", writes=(unit.weights, *states))
+        stay = [slab for name, slab in unit.states.items() if name not in spilled]
+        stay += [unit.weights] if unit.filed is None else []
+        self.backend.touch_host(f"settled {unit.name}", writes=tuple(stay))
 
     # -- lane ------------------------------------------------------------------------------------------------------
 
@@ -317,10 +330,12 @@ class UpdatePolicy(abc.ABC):
         reads: Sequence[Tracked] = (),
         writes: Sequence[Tracked] = (),
         states: Use = "",
+        whole: bool = False,
     ) -> None:
         """Queue host arithmetic of ``unit`` on the update lane, behind what it did before and only if that succeeded.
 
-        ``states``: whether it reads or writes those too. Call it before noting what the weights will be.
+        ``states``: whether it reads or writes those too; ``whole``: whether it makes all working weights anew. Call it
+        before noting what the weights will be.
         """
         shown = unit.weights_are is Weights.CURRENT and not any(record.shows_master for record in unit.records)
         step = unit.steps if shown else None
@@ -329,6 +344,8 @@ class UpdatePolicy(abc.ABC):
             after = {**after, **self.spill.use(unit, writes=states == "write")}
             reads, writes = [*reads], [*writes]
             (writes if states == "write" else reads).extend(unit.states.values())
+        if unit.weights in writes or unit.weights in reads:
+            after = {**after, **self.spill.weights.use(unit, writes=unit.weights in writes, whole=whole)}
         run = partial(operation.execute, unit.updated)
         ticket = self.backend.update.submit(name, run, after=after, reads=reads, writes=writes, line=unit.line)
         unit.updated = operation.ticket = ticket
@@ -336,9 +353,9 @@ class UpdatePolicy(abc.ABC):
             del unit.operations[0]
         unit.operations.append(operation)
 
-    def redo(self, unit: Unit, operation: Operation) -> None:
+    def redo(self, unit: Unit, operation: Operation, *, whole: bool = False) -> None:
         """Queue an operation that a failure prevented, as the next of ``unit``. Its inputs must be there by now; a
-        transfer that it had to let pass is over, whatever came of it.
+        transfer that it had to let pass is over, whatever came of it. ``whole``: see ``operate``.
 
         Raises:
             Exception: what made it fail, where it cannot be done again.
@@ -353,6 +370,7 @@ class UpdatePolicy(abc.ABC):
             reads=operation.reads,
             writes=operation.writes,
             states=operation.states,
+            whole=whole,
         )
 
     @staticmethod

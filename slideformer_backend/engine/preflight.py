@@ -168,6 +168,7 @@ class Preflight:
             edges_update_on_device=any(unit.module is None and unit.updates_on_device for unit in engine.units),
             resident=frozenset(u.index for u in engine.units if u.module is not None and u.is_resident),
             spilled=frozenset(unit.index for unit in engine.units if unit.spill is not None),
+            filed=frozenset(unit.index for unit in engine.units if unit.filed is not None),
         )
 
     def _lacking(self, before: Ledger, after: Ledger, engine: Engine) -> tuple[str, str] | None:
@@ -209,7 +210,7 @@ class Preflight:
         if cap is not None and ledger.host_least > cap:
             raise self._host_refusal(ledger, f"at most {gib(cap)} (host_memory)")
         host = probe_host_budget() if are_weights_placed else request.machine.host
-        to_come = ledger.host_least - (ledger.host_weights if are_weights_placed else self._held)
+        to_come = ledger.host_least - (ledger.host_weights + ledger.host_frames if are_weights_placed else self._held)
         if to_come > host.available + host.swap:
             more = f"at most {gib(host.available + host.swap)} beside what the process holds ({host.limited_by})"
             raise self._host_refusal(ledger, more)
@@ -217,15 +218,17 @@ class Preflight:
 
     def _check_nvme(self, ledger: Ledger, *, are_weights_placed: bool) -> None:
         request = self.plan.request
-        if self._nvme_path is None or not ledger.nvme_states:
+        needed = ledger.nvme_states if are_weights_placed else ledger.nvme
+        if self._nvme_path is None or not needed:
             return
         free = free_space(self._nvme_path) if are_weights_placed else request.machine.nvme_free
-        if ledger.nvme_states > free:
+        if needed > free:
             now = make_plan(replace(request, machine=replace(request.machine, nvme_free=free)))
+            what = "weights and optimizer states" if needed > ledger.nvme_states else "optimizer states"
             raise refusal(
                 now,
-                f"The optimizer states that go to NVMe do not fit on the disk of {self._nvme_path}.",
-                f"at least {ledger.nvme_states:,} bytes needed there ({gib(ledger.nvme_states)})",
+                f"The {what} that go to NVMe do not fit on the disk of {self._nvme_path}.",
+                f"at least {needed:,} bytes needed there ({gib(needed)})",
                 f"at most {free:,} bytes ({gib(free)}), which are free",
             )
 

@@ -59,6 +59,9 @@ class RedoLog(UpdatePolicy):
     def expects_update(self, unit: Unit, *, is_last: bool) -> bool:
         return unit.logged is not None or (is_last and not self.is_clipping)
 
+    def expects_new_weights(self, *, is_last: bool) -> bool:
+        return is_last and not self.is_clipping
+
     def step(self, records: Sequence[ParamRecord], entries: Sequence[Entry]) -> None:
         by_unit: dict[Unit, list[tuple[ParamRecord, Entry]]] = {}
         for record, entry in zip(records, entries, strict=True):
@@ -68,11 +71,11 @@ class RedoLog(UpdatePolicy):
         if self.is_clipping:
             self._balance(by_unit)
         units = sorted(by_unit, key=lambda unit: unit.index)
-        stale = [unit for unit in units if unit.weights_are is Weights.STALE]
+        stale = [unit for unit in units if unit.weights_are is Weights.STALE and unit.filed is None]
         deferred = {unit for unit in stale[max(0, len(stale) - self.deferred) :] if unit.spill is None}
         for unit in units:
             buffer = unit.logged
-            if unit.weights_are is Weights.STALE:
+            if unit.weights_are is Weights.STALE and unit.filed is None:  # those in files are made when they are fetched
                 if unit in deferred or buffer is None or "master" not in unit.states:
                     self.refresh(unit)
                 else:
@@ -121,6 +124,7 @@ class RedoLog(UpdatePolicy):
             reads=_slabs(buffer),
             writes=(unit.weights,),
             states="write",
+            whole=self.can_make(unit),
         )
         unit.weights_are = Weights.CURRENT
         if buffer is not unit.gradient:
@@ -151,8 +155,19 @@ class RedoLog(UpdatePolicy):
             reads=_slabs(unit.logged),
             writes=(unit.weights,),
             states="read",
+            whole=self.can_make(unit),
         )
         unit.weights_are = Weights.CURRENT
+
+    def make(self, unit: Unit) -> None:
+        buffer = unit.logged
+        if buffer is not None and unit.spill is not None and unit.weights_are is Weights.STALE:
+            self._update(unit, buffer)  # states that are read for it need not be read again for a commit
+        else:
+            self.refresh(unit)
+
+    def can_make(self, unit: Unit) -> bool:
+        return "master" in unit.states and all(record.spec.is_trainable for record in unit.records)
 
     def void(self, unit: Unit) -> None:
         if unit.weights_are is Weights.SPECULATIVE:
@@ -217,7 +232,7 @@ class RedoLog(UpdatePolicy):
             unit,
             f"commit of {unit.name}",
             lambda: self.arithmetic.commit(logged),
-            after={},  # what made the logged weights has waited for the gradient, in the same line of this lane
+            after={"commit after gradient filled": buffer.filled},  # which weights that are made late have not done yet
             reads=(buffer.slab,),
             states="write",
         )

@@ -27,7 +27,7 @@ class EngineReport:
         skipped: steps dropped because of non-finite gradients.
         stalls: seconds compute has stood still, by what it waited for. On a CPU-only machine, the same as ``waits``.
         busy: seconds each lane has worked (copy lanes of a GPU: their streams).
-        spilled_bytes: states that wait in files.
+        spilled_bytes: states that wait in files; ``filed_bytes``: working weights that do.
         tier: settings in effect of the tier those files are in; empty without.
         inputs: the same of the tier where inputs of units wait, how they travel, and bytes of their files.
     """
@@ -41,6 +41,7 @@ class EngineReport:
     repairs: int
     skipped: int
     spilled_bytes: int = 0
+    filed_bytes: int = 0
     tier: dict[str, object] = field(default_factory=dict)
     inputs: dict[str, object] = field(default_factory=dict)
     waits: dict[str, float] = field(default_factory=dict)
@@ -71,6 +72,7 @@ def make_report(engine: Engine) -> EngineReport:
         repairs=engine.policy.repairs,
         skipped=engine.stepper.skipped,
         spilled_bytes=engine.spill.nbytes,
+        filed_bytes=engine.spill.weights.nbytes,
         tier=engine.spill.tier.describe() if engine.spill.tier is not None else {},
         inputs=engine.boundaries.shelf.describe(),
         waits=dict(engine.backend.waited),

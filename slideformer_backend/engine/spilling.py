@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from ..config import SlideFormerConfig
 from ..errors import ConfigError, StateError, UnsupportedError
+from ..plan import Partition
 from ..plan.ledger import Terms
 from ..storage import HostMemory, PosixTier, SpillDirectory, System
 from ..storage.kvikio_tier import direct_tier
@@ -33,20 +34,21 @@ def check_nvme(config: SlideFormerConfig) -> None:
             remedy="set nvme_path: /a/folder/on/the/nvme/disk, or remove nvme_fraction",
         )
     else:
-        for key in ("optimizer_states", "activations"):
+        for key in ("optimizer_states", "weights", "activations"):
             if getattr(config, key) == "nvme":
                 raise ConfigError(f"{key}: nvme needs a folder.", remedy="set nvme_path: /a/folder/on/the/nvme/disk")
 
 
 def open_tier(config: SlideFormerConfig, terms: Terms) -> PosixTier | None:
-    """The tier for the states that the plan sends to NVMe, in a spill directory of its own; None where it sends none.
+    """The tier for the states and weights that the plan sends to NVMe, in a directory of its own; None where it sends
+    none.
 
-    States are in host memory when they travel, so plain system calls carry them; GPUDirect Storage has nothing to add.
+    They are in host memory when they travel, so plain system calls carry them; GPUDirect Storage has nothing to add.
 
     Raises:
         StorageError: the folder cannot be used.
     """
-    if not terms.spilled or config.nvme_path is None:
+    if not (terms.spilled or terms.filed) or config.nvme_path is None:
         return None
     directory = SpillDirectory(config.nvme_path)
     try:
@@ -97,23 +99,44 @@ def _less(config: SlideFormerConfig) -> str:
     """What the user can do for fewer files."""
     if config.nvme_fraction:
         return "lower nvme_fraction"
-    if config.optimizer_states == "nvme":
+    if config.optimizer_states == "nvme" or config.weights == "nvme":
         return "keep more states in host memory (set nvme_fraction below 1)"
     return "raise host_memory" if config.host_memory != "auto" else "set optimizer_states: host"
 
 
-def begin_spill(spill: Spill, units: Sequence[Unit], terms: Terms, tier: PosixTier | None) -> None:
-    """Let the states of the units that the plan names be allocated in ``tier``. Those on the device need no place."""
-    if tier is not None:
+def open_spill(backend: Backend, memory: HostMemory, parts: Partition, terms: Terms, tier: PosixTier | None) -> Spill:
+    """What moves states and weights between memory and ``tier``, with room there for the weights that the plan files.
+
+    Raises:
+        StorageError: there is no such room; nothing is left behind.
+    """
+    spill = Spill(backend, memory)
+    if tier is None:
+        return spill
+    spill.open(tier, tier.directory.close)
+    weights = {
+        number: (parts.sliding[number].name, parts.sliding[number].layout.weight_bytes) for number in terms.filed
+    }
+    try:
+        spill.reserve(weights, terms.frames)
+    except BaseException:
+        spill.close()
+        raise
+    return spill
+
+
+def begin_spill(spill: Spill, units: Sequence[Unit], terms: Terms) -> None:
+    """Let the states of the units that the plan names be allocated in files. Those on the device need no place."""
+    if spill.tier is not None:
         chosen = [unit for unit in units if unit.index in terms.spilled and not unit.updates_on_device]
-        spill.begin(chosen, tier, tier.directory.close, terms.staged)
+        spill.begin(chosen, terms.staged)
 
 
 def refuse_whole(binding: Binding, records: Sequence[ParamRecord]) -> None:
     """Raise UnsupportedError for an optimizer that steps all masters at once while some of them are in files."""
-    if binding.rule is None and any(record.unit.spill is not None for record in records):
+    if binding.rule is None and any(record.unit.spill or record.unit.filed for record in records):
         raise UnsupportedError(
             f"{type(binding.optimizer).__name__} has no fused rule: it keeps its own states in host memory and steps"
-            " all master weights at once, so they cannot wait on NVMe.",
-            remedy="set optimizer_states: host, or use AdamW, Adam, SGD or Lion",
+            " all master weights at once, so they cannot wait on NVMe, nor can weights.",
+            remedy="set optimizer_states: host and weights: host, or use AdamW, Adam, SGD or Lion",
         )

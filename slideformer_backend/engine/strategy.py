@@ -22,6 +22,7 @@ from .lsp_preflight import LspPreflight
 from .norms import Norms
 from .policy import UpdatePolicy
 from .preflight import Preflight
+from .spill import Spill
 from .unit import Unit
 
 
@@ -37,6 +38,7 @@ def check_strategy(config: SlideFormerConfig) -> None:
         return
     refused = {
         "update": (config.update, "exact", "updates wait for step() and overlap the backward all the same"),
+        "weights": (config.weights == "nvme", False, "they stay on the GPU"),
         "optimizer_states": (config.optimizer_states == "nvme", False, "the states of cores are small"),
         "nvme_path": (
             config.nvme_path if config.activations != "nvme" else None,
@@ -69,12 +71,13 @@ def units_for(
     device: torch.device,
     model: nn.Module,
     memory: HostMemory,
+    spill: Spill,
     terms: Terms,
 ) -> list[Unit]:
     """The units of the model, with their weights where they live."""
     if config.strategy == "lsp":
         return resident_units(parts, device, model, memory, with_edges=terms.edges_update_on_device)
-    return build_units(parts, device, model, memory)
+    return build_units(parts, device, model, memory, spill)
 
 
 def device_units_for(

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .backward import Visit
     from .binding import Binding
     from .core import Core
-    from .spill import Spilled
+    from .filed import Spilled
     from .window import GradientSlot, WeightSlot
 
 ONE = np.float32(1.0)
@@ -179,6 +179,8 @@ class Unit:
     """Counts changes of the working weights: a slot filled at another count is out of date."""
     spill: Spilled | None = None
     """States that wait in files; None: all are in ``states`` for good."""
+    filed: Spilled | None = None
+    """Working weights that wait in a file; None: they are in ``weights`` for good."""
     steps: int = 0
     """Counts ``step()`` calls that changed this unit: a graph of another count is stale."""
     leases: int = 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from functools import partial
 
 import torch
 
@@ -13,6 +12,7 @@ from ..errors import StateError
 from ..plan.layout import SIZE_TOLERANCE, size_classes
 from ..storage import Tracked
 from ..transfer import Backend, Ticket, copy
+from .ring import Ring
 from .unit import Unit, Weights, Where
 
 
@@ -49,14 +49,16 @@ class Window:
         backend: lanes and device.
         units: all units. Those that slide get slots; edge units only have a gradient class, for buffers on the host.
         depth: how many units are fetched ahead of the one that computes.
+        files: brings weights that wait in files.
     """
 
     GRADIENT_SLOTS = 2
     """One drains to the host while the next unit's gradients are written."""
 
-    def __init__(self, backend: Backend, units: Iterable[Unit], depth: int) -> None:
+    def __init__(self, backend: Backend, units: Iterable[Unit], depth: int, files: Ring) -> None:
         self.backend = backend
         self.depth = depth
+        self._files = files
         known = list(units)
         sliding = [unit for unit in known if not unit.is_resident]
         self.units = len(sliding)
@@ -106,6 +108,11 @@ class Window:
         self._gradient_class = {size: found for size, found in self._gradient_class.items() if found in kept}
         return sorted(gone)
 
+    @staticmethod
+    def holds(unit: Unit) -> bool:
+        """Whether a slot has the weights of ``unit`` as they are now."""
+        return unit.weight_slot is not None and unit.weight_slot.content == unit.content
+
     def fetch(self, unit: Unit) -> None:
         """Start bringing the working weights of ``unit`` to the device; does not block.
 
@@ -124,11 +131,19 @@ class Window:
         slot.unit, slot.content, slot.is_awaited, slot.last_used = unit, unit.content, True, next(self._turn)
         unit.weight_slot = slot
         size = unit.layout.weight_bytes
-        source, target = unit.weights.flat, slot.flat[:size]
+        weights, target = unit.weights, slot.flat[:size]
+
+        def run() -> None:
+            copy(target, weights.memory[:size])  # which is a frame's while they are on their way from a file
+
         slot.loaded = unit.sent = self.backend.h2d.submit(
             f"weights of {unit.name} to the device",
-            partial(copy, target, source),
-            after={"h2d after slot released": slot.released, "h2d after weights updated": unit.updated},
+            run,
+            after={
+                "h2d after slot released": slot.released,
+                "h2d after weights updated": unit.updated,
+                self._files.names.sent_loaded: self._files.stage(unit),
+            },
             reads=(unit.weights,),
             writes=(slot,),
         )

@@ -21,6 +21,8 @@ SPARE_SHARE = 4
 """One gradient buffer more per so many units: updates of so many may wait for the next forward to reach them."""
 FILE_BLOCK = 4096
 """Files take whole blocks of the file system, and whole pages for direct I/O."""
+LEAST_FRAMES = 3
+"""Units whose filed weights are in host memory at once, beside those fetched ahead: one read, one sent, one updated."""
 STAGED_UNITS = 3
 """Units whose spilled states are in host memory at once: one read, one updated, one written back."""
 
@@ -40,6 +42,8 @@ class Terms:
         resident: numbers of sliding units that moved to the device.
         spilled: numbers of units (edges count on from the sliding ones) whose states are on NVMe.
         staged: how many of those are in host memory at once.
+        filed: numbers of sliding units whose working weights are on NVMe.
+        frames: how many of those are in host memory at once.
     """
 
     update: Update = "exact"
@@ -53,6 +57,8 @@ class Terms:
     resident: frozenset[int] = frozenset()
     spilled: frozenset[int] = frozenset()
     staged: int = STAGED_UNITS
+    filed: frozenset[int] = frozenset()
+    frames: int = LEAST_FRAMES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,12 +66,12 @@ class Ledger:
     """Predicted peaks, in bytes.
 
     Attributes:
-        host_weights: working weights.
+        host_weights: working weights that stay there.
         host_states: masters and moments.
         host_pending: gradients that are kept until the next update.
         host_spare: gradient buffers in flight, at most.
-        host_staging: spilled states on their way.
-        nvme_states: masters and moments on NVMe, as their files take room there.
+        host_staging: spilled states on their way; ``host_frames``: filed weights on theirs.
+        nvme_states: masters and moments on NVMe, as their files take room there; ``nvme_weights``: working weights.
         device_slots: weight and gradient slots of the window.
         device_edges: edge parameters, their gradients, and what is frozen.
         device_states: masters and moments of edges.
@@ -77,7 +83,9 @@ class Ledger:
     host_pending: int
     host_spare: int
     host_staging: int
+    host_frames: int
     nvme_states: int
+    nvme_weights: int
     device_slots: int
     device_edges: int
     device_states: int
@@ -91,12 +99,17 @@ class Ledger:
     @property
     def host(self) -> int:
         """Host bytes in total."""
-        return self.host_weights + self.host_states + self.host_gradients + self.host_staging
+        return self.host_weights + self.host_states + self.host_gradients + self.host_staging + self.host_frames
 
     @property
     def host_least(self) -> int:
         """Host bytes below which it cannot work: the pool of gradient buffers grows only as far as it must."""
         return self.host - self.host_spare
+
+    @property
+    def nvme(self) -> int:
+        """Bytes of all files."""
+        return self.nvme_states + self.nvme_weights
 
     @property
     def device(self) -> int:
@@ -111,14 +124,17 @@ def ledger_of(parts: Partition, terms: Terms) -> Ledger:
     spilled = spilled_parts(parts, terms)
     largest = max((spillable_bytes(part, terms) for part in spilled), default=0)
     spilled_bytes = sum(spillable_bytes(part, terms) for part in spilled)
+    filed = [part.layout.weight_bytes for part in filed_parts(parts, terms)]
     pending, spare = _gradient_bytes(parts, on_host, terms)
     return Ledger(
-        host_weights=sum(part.layout.weight_bytes for part in on_host),
+        host_weights=sum(part.layout.weight_bytes for part in on_host) - sum(filed),
         host_states=sum(state_bytes(part, terms) for part in on_host) - spilled_bytes,
         host_pending=pending,
         host_spare=spare,
         host_staging=largest * min(terms.staged, len(spilled)),
+        host_frames=max(filed, default=0) * min(terms.frames, len(filed)),
         nvme_states=sum(file_bytes(part, terms) for part in spilled),
+        nvme_weights=sum(map(in_blocks, filed)),
         device_slots=slot_bytes(parts, terms),
         device_edges=sum(map(_weights_and_gradient, parts.edges)) + parts.frozen_edges,
         device_states=sum(device_state_bytes(part.specs, terms.moments) for part in parts.edges)
@@ -138,6 +154,11 @@ def spilled_parts(parts: Partition, terms: Terms) -> list[Part]:
     if terms.edges_update_on_device:
         away = frozenset(number for number in away if number < len(parts.sliding))
     return [part for number, part in enumerate((*parts.sliding, *parts.edges)) if number in away]
+
+
+def filed_parts(parts: Partition, terms: Terms) -> list[Part]:
+    """The units whose working weights are on NVMe."""
+    return [part for number, part in enumerate(parts.sliding) if number in terms.filed - terms.resident]
 
 
 def slot_bytes(parts: Partition, terms: Terms) -> int:
@@ -170,7 +191,12 @@ def file_bytes(part: Part, terms: Terms) -> int:
     """What the files of :func:`spillable_bytes` take: one per array, in whole blocks."""
     moment = int(part.layout.state_elements * terms.moment_bytes)
     master = max(0, spillable_bytes(part, terms) - terms.moments * moment)
-    return sum(-(-size // FILE_BLOCK) * FILE_BLOCK for size in (master, *[moment] * terms.moments))
+    return sum(map(in_blocks, (master, *[moment] * terms.moments)))
+
+
+def in_blocks(nbytes: int) -> int:
+    """What a file of ``nbytes`` takes."""
+    return -(-nbytes // FILE_BLOCK) * FILE_BLOCK
 
 
 def device_state_bytes(specs: Iterable[ParamSpec], moments: int = 2) -> int:

@@ -12,23 +12,22 @@ from typing import Literal, NamedTuple
 
 from ..config import SlideFormerConfig
 from .activations import KEPT_INPUTS, STAGED_INPUTS, UnitActivity
+from .filing import with_depth, with_host_choices
 from .layout import size_classes
 from .ledger import (
-    FILE_BLOCK,
-    LEAST_SPARES,
     Ledger,
     Terms,
     Update,
+    in_blocks,
     ledger_of,
     resident_bytes,
-    spillable_bytes,
     usual_spares,
 )
 from .machine import Machine
 from .outcome import Outcome
 from .partition import Partition
 from .placement import Placement, Steps, UnitCost, edges_may_update_on_device, place, spare_device_bytes
-from .spill import Spill, spill_share, spill_states
+from .spill import Spill
 from .step_time import StepTime, Work, step_time
 
 CHUNK_BYTES = 1 << 30
@@ -55,6 +54,7 @@ class Choices:
     recompute: Literal["auto", "always"] = "auto"
     activations: Literal["auto", "gpu", "host", "nvme"] = "auto"
     optimizer_states: Literal["auto", "host", "nvme"] = "auto"
+    weights: Literal["auto", "host", "nvme"] = "auto"
     nvme_fraction: float | None = None
     lazy_logits: bool = True
     gpu_memory: int | None = None
@@ -71,6 +71,7 @@ class Choices:
             recompute=config.recompute,
             activations=config.activations,
             optimizer_states=config.optimizer_states,
+            weights=config.weights,
             nvme_fraction=config.nvme_fraction,
             lazy_logits=config.lazy_logits,
             gpu_memory=None if config.gpu_memory == "auto" else config.gpu_memory,
@@ -170,13 +171,13 @@ class Plan(Outcome):
     @property
     def nvme(self) -> int:
         """Predicted bytes in files."""
-        return self.first.nvme_states + self.nvme_activations
+        return self.first.nvme + self.nvme_activations
 
 
 def make_plan(request: Request) -> Plan:
     """The best plan that fits; where none does, the one that lacks least."""
     terms = _with_device_choices(request)
-    terms, spill = _with_host_choices(request, terms)
+    terms, spill = with_host_choices(request, terms, activation_bytes(request))
     before, after = terms, request
     kept: frozenset[int] = frozenset()
     if request.machine.has_gpu and request.load is not None:
@@ -185,6 +186,9 @@ def make_plan(request: Request) -> Plan:
         if request.choices.activations == "auto":
             after = replace(request, choices=replace(request.choices, activations=placed.activations))
     activations = activation_bytes(after, terms.resident, kept)
+    time = _time(after, terms, kept)
+    if time is not None:
+        before, terms = (with_depth(request, found, time, activations) for found in (before, terms))
     return Plan(
         request=request,
         terms=terms,
@@ -195,7 +199,7 @@ def make_plan(request: Request) -> Plan:
         nvme_activations=activations.nvme,
         kept=kept,
         spill=spill,
-        time=_time(after, terms, kept),
+        time=time,
     )
 
 
@@ -223,7 +227,7 @@ def activation_bytes(
     on_host = on_nvme = 0
     leaving = [size for number, size in enumerate(waiting[:-KEPT_INPUTS]) if number not in kept]
     if request.choices.activations == "nvme":
-        sizes = [-(-size // FILE_BLOCK) * FILE_BLOCK for size in leaving]
+        sizes = list(map(in_blocks, leaving))
         on_host, on_nvme = largest * min(STAGED_INPUTS, len(sizes)), sum(sizes)
     elif request.choices.activations == "host":
         on_host = sum(size for number, size in enumerate(waiting) if number not in kept)
@@ -294,40 +298,6 @@ def _with_device_choices(request: Request) -> Terms:
             if ledger_of(request.parts, terms).device + activations <= budget:
                 return terms
     return terms
-
-
-def _with_host_choices(request: Request, terms: Terms) -> tuple[Terms, Spill | None]:
-    """Fewer gradient buffers in flight where memory is short; states on NVMe where it is not enough, or if asked."""
-    choices, parts = request.choices, request.parts
-    activations = activation_bytes(request)
-    budget = request.host_budget - activations.host
-    if choices.optimizer_states != "nvme" and ledger_of(parts, terms).host <= budget:
-        return terms, None
-    may_spill = choices.optimizer_states == "nvme" or (
-        choices.optimizer_states == "auto" and request.machine.nvme_free > 0
-    )
-    fewer = replace(terms, spares=min(terms.spares, LEAST_SPARES))
-    if not may_spill:
-        return fewer, None
-    if choices.optimizer_states != "nvme" and ledger_of(parts, fewer).host <= budget:
-        return fewer, None
-    sizes = [spillable_bytes(part, terms) for part in parts.sliding]
-    edges = [] if terms.edges_update_on_device else [spillable_bytes(part, terms) for part in parts.edges]
-    nvme = max(0, request.machine.nvme_free - activations.nvme)
-    for candidate in (terms, fewer):
-        left = budget - (ledger_of(parts, candidate).host - sum(sizes) - sum(edges))
-        if choices.nvme_fraction is not None:
-            spill = spill_share(sizes, choices.nvme_fraction, left, nvme, edges=edges)
-        elif choices.optimizer_states == "nvme" and left >= sum(sizes) + sum(edges):
-            spill = spill_share(sizes, 1.0, left, nvme, edges=edges)  # asked for, not needed
-        else:
-            spill = spill_states(sizes, left, nvme, edges=edges)
-        decided = replace(candidate, spilled=frozenset(spill.units), staged=spill.staged)
-        files = ledger_of(parts, decided).nvme_states
-        spill = spill._replace(nvme=files, nvme_missing=max(0, files - nvme))
-        if spill.fits:
-            break
-    return decided, spill
 
 
 def _with_residents(request: Request, terms: Terms) -> tuple[Terms, Placement]:

@@ -97,6 +97,8 @@ def _settings(plan: Plan) -> Iterator[Change]:
         if choices.optimizer_states == "host" and request.machine.nvme_free:
             text = "keep optimizer states that do not fit on NVMe (optimizer_states: auto)"
             yield _with(request, "optimizer_states", "auto", text)
+        if choices.weights == "host" and request.machine.nvme_free:
+            yield _with(request, "weights", "auto", "keep weights that do not fit on NVMe (weights: auto)")
         for name, size in MOMENT_BYTES.items():
             if size < choices.moment_bytes:
                 changed = replace(request, choices=replace(choices, moment_bytes=size))
@@ -111,7 +113,7 @@ def _settings(plan: Plan) -> Iterator[Change]:
             yield from _batches(request, "nvme")
         yield _with(request, "activations", "host", "keep the inputs of units in host memory (activations: host)")
         yield _with(request, "activations", "gpu", "keep the inputs of units on the GPU (activations: gpu)")
-    if "nvme" in short and plan.first.nvme_states:
+    if "nvme" in short and plan.first.nvme:
         yield from _fewer_files(plan)
     for tier, budget in (("gpu", choices.gpu_memory), ("host", choices.host_memory)):
         if tier in short and budget is not None:
@@ -122,10 +124,11 @@ def _settings(plan: Plan) -> Iterator[Change]:
             machine=replace(request.machine, nvme_free=1 << 62),
             choices=replace(choices, optimizer_states="auto"),
         )
-        spilled = make_plan(changed).first.nvme_states
-        if spilled:
+        spilled = make_plan(changed)
+        if spilled.first.nvme:
+            what = "optimizer states and weights" if spilled.terms.filed else "optimizer states"
             yield Change(
-                text=f"an NVMe folder with {_room(spilled)} for optimizer states (nvme_path)",
+                text=f"an NVMe folder with {_room(spilled.first.nvme)} for {what} (nvme_path)",
                 settings={"nvme_path": "FOLDER"},
                 is_built=is_built("nvme_path", "optimizer_states"),
                 request=changed,
@@ -133,17 +136,19 @@ def _settings(plan: Plan) -> Iterator[Change]:
 
 
 def _fewer_files(plan: Plan) -> Iterator[Change]:
-    """More states in host memory: a smaller share, where all or a share was asked for, else a higher cap."""
+    """More states and weights in host memory: a smaller share, where all or a share was asked for; else a cap."""
     request, choices = plan.request, plan.request.choices
     count = len(request.parts.sliding)
-    if choices.optimizer_states == "nvme" or choices.nvme_fraction is not None:
+    if "nvme" in (choices.optimizer_states, choices.weights) or choices.nvme_fraction is not None:
         word = "set" if choices.nvme_fraction is None else "lower"
-        for number in range(min(count, len(plan.terms.spilled)) - 1, 0, -1):
+        for number in range(min(count, max(len(plan.terms.spilled), len(plan.terms.filed))) - 1, 0, -1):
             share = math.floor(1000 * number / count) / 1000
             change = _with(request, "nvme_fraction", share, f"{word} nvme_fraction to {share:g}")
             if _fits(change):
                 yield change
                 break
+        if choices.weights == "nvme":
+            yield _with(request, "weights", "host", "keep weights in host memory (weights: host)")
         changed = replace(request, choices=replace(choices, optimizer_states="host", nvme_fraction=None))
         text = "keep all states in host memory (optimizer_states: host, without nvme_fraction)"
         yield Change(text=text, settings={"optimizer_states": "host", "nvme_fraction": None}, request=changed)

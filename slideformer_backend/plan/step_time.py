@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from .activations import UnitActivity
-from .ledger import Terms, spillable_bytes, spilled_parts
+from .ledger import Terms, filed_parts, spillable_bytes, spilled_parts
 from .partition import Part, Partition
 
 GEMM_SHARE = 0.82
@@ -79,13 +79,27 @@ def step_time(
             return None
         resources[name] = amount / rate if amount else 0.0
     out = back = 0.0
-    if states or work.filed:
+    reads, writes = _weight_bytes(parts, terms, count, held / weights if weights else 1.0)
+    if states or reads or work.filed:
         if not rates.get("nvme_read") or not rates.get("nvme_write"):
             return None
         # one drive serves both directions in turn
         out, back = work.filed / rates["nvme_write"], work.filed / rates["nvme_read"]
-        resources["nvme"] = states / rates["nvme_read"] + states / rates["nvme_write"] + count * (out + back)
+        read, write = (states + reads) / rates["nvme_read"], (states + writes) / rates["nvme_write"]
+        resources["nvme"] = read + write + count * (out + back)
     return combine(resources, forward, again, sliding, work, terms, (out, back))
+
+
+def _weight_bytes(parts: Partition, terms: Terms, count: int, held: float) -> tuple[int, int]:
+    """Bytes of working weights that a step of ``count`` micro-batches reads from files and writes to them: each forward
+    and each backward reads what is not in its slot any more (``held``: the share that is) nor in a frame; an update
+    writes once."""
+    filed = filed_parts(parts, terms)
+    sizes = [part.layout.weight_bytes for part in filed]
+    kept = sum(sorted(sizes, reverse=True)[: terms.frames])
+    trained = [part.layout.weight_bytes for part in filed if part.layout.state_elements]
+    again = max(0, sum(sizes) - max(kept, int(held * sum(sizes))))
+    return 2 * count * again, sum(trained)
 
 
 def update_bytes(part: Part, terms: Terms) -> int:

@@ -44,7 +44,12 @@ def _files(plan: Plan) -> str:
     what = []
     if plan.terms.spilled:
         count = len(plan.terms.spilled)
-        what.append(f"{gib(plan.first.nvme_states)}, the states of {count} units, since host memory holds no more")
+        what.append(
+            f"{gib(plan.first.nvme_states)}, the states of {count} units, {plan.terms.staged} at a time in host memory"
+        )
+    if plan.terms.filed:
+        count, frames = len(plan.terms.filed), plan.terms.frames
+        what.append(f"{gib(plan.first.nvme_weights)}, the weights of {count} units, {frames} at a time in host memory")
     if plan.nvme_activations:
         what.append(f"{gib(plan.nvme_activations)}, inputs of layers until their backward (activations: nvme)")
     elif plan.request.choices.activations == "nvme":
@@ -61,6 +66,7 @@ def host_parts(ledger: Ledger, gradients: int, activations: int = 0) -> str:
         "weights": ledger.host_weights,
         "states": ledger.host_states,
         "states on their way to or from NVMe": ledger.host_staging,
+        "weights on their way": ledger.host_frames,
         "gradients": gradients,
         "inputs of layers": activations,
     }

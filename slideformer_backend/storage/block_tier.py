@@ -106,6 +106,11 @@ class BlockTier(Tier):
         ]
         return self._start(f"write of {region.name}", pieces, flat)
 
+    def verify(self, region: FileRegion, whole: torch.Tensor) -> None:
+        """Raise StorageError unless ``whole`` is what the region holds."""
+        for number, found in enumerate(block_sums(whole, self.block)):
+            _verify(region, number * self.block, region.sums[number], found)
+
     def renew(self, region: Region, nbytes: int) -> None:
         """See ``Tier``. What a write that failed has left is forgotten too."""
         region.resize(nbytes)

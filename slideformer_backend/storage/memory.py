@@ -37,6 +37,11 @@ class Slab(Tracked):
         """Size in bytes."""
         return self.flat.numel()
 
+    @property
+    def memory(self) -> torch.Tensor:
+        """Its bytes as transfers see them; ask when they run."""
+        return self.flat
+
     def view(self, dtype: torch.dtype, offset: int, count: int) -> torch.Tensor:
         """``count`` elements of ``dtype`` from byte ``offset`` as a 1-D tensor that shares the slab's memory."""
         return self.flat[offset : offset + count * dtype.itemsize].view(dtype)
@@ -60,7 +65,11 @@ class HostMemory:
         page = mmap.PAGESIZE
         base = np.zeros(nbytes + page, np.uint8)
         start = -base.ctypes.data % page
-        flat = torch.from_numpy(base[start : start + nbytes])
+        return self.adopt(name, torch.from_numpy(base[start : start + nbytes]), base, dma=dma)
+
+    def adopt(self, name: str, flat: torch.Tensor, base: NDArray[np.uint8], *, dma: bool) -> Slab:
+        """A slab of memory that is there already, for as long as ``base``, of which ``flat`` is a view, is alive."""
+        nbytes = flat.numel()
         registered = dma and self.pin and nbytes > 0 and self._register(name, flat)
         self.allocated += nbytes
         self.pinned += nbytes if registered else 0

@@ -10,7 +10,7 @@ import torch
 from ..errors import SlideFormerError
 from .memory import Slab
 
-_NO_RESERVE = 0x4000
+NO_RESERVE = 0x4000
 """MAP_NORESERVE of Linux (Python names it from 3.13 on): address space is not counted as memory."""
 
 
@@ -25,7 +25,7 @@ class PagedSlab(Slab):
     """
 
     def __init__(self, name: str, nbytes: int) -> None:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
         try:
             self._map = mmap.mmap(-1, max(nbytes, 1), flags=flags)
         except (OSError, ValueError) as error:
@@ -37,6 +37,14 @@ class PagedSlab(Slab):
             self._map.madvise(mmap.MADV_HUGEPAGE)
         super().__init__(name, torch.frombuffer(self._map, dtype=torch.uint8)[:nbytes], pinned=False)
 
-    def drop(self) -> None:
-        """Give the pages back to the system; the contents are gone."""
+    @property
+    def own_bytes(self) -> int:
+        """Bytes that come with the data and go with it."""
+        return self.nbytes
+
+    def enter(self) -> None:
+        """The data is coming: whoever needs memory for it takes some now."""
+
+    def drop(self, keep: int = 0) -> None:
+        """Give the pages back to the system; the contents are gone. ``keep``: how many others may be kept for later."""
         self._map.madvise(mmap.MADV_DONTNEED)

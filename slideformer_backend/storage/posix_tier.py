@@ -128,6 +128,25 @@ class PosixTier(BlockTier):
             self._move(self._system.write_at, "Writing", region, start, scratch)
             start += part.numel()
 
+    def mapped(self, region: FileRegion) -> torch.Tensor:
+        """The bytes of a region, flat uint8, as pages of its file, which the system reads when they are looked at and
+        gives up when it needs memory. No write may be in flight, and none may begin while it is looked at.
+
+        Raises:
+            StorageError: they are not what was written.
+        """
+        for number, found in enumerate(region.sums):
+            if found is None:  # zeros, which are not in the file
+                start = number * self.block
+                self.store(region, start, torch.zeros(min(self.block, region.nbytes - start), dtype=torch.uint8))
+        try:
+            pages = mmap.mmap(getattr(region, "fd", -1), region.nbytes, flags=mmap.MAP_PRIVATE)
+        except OSError as error:
+            raise _failed("Mapping", region.path, None, error) from error
+        flat = torch.frombuffer(pages, dtype=torch.uint8)
+        self.verify(region, flat)
+        return flat
+
     def _fits(self, flat: torch.Tensor) -> bool:
         """Whether the system can move the tensor's own memory."""
         unit = self.alignment or 1

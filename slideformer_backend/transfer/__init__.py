@@ -4,7 +4,7 @@ from ..storage import Ticket
 from .backend import Backend, CpuBackend, CudaBackend, backend_for
 from .lane import Lane, copy
 from .monitor import Monitor
-from .pool import GradientBuffer, GradientPool
+from .pool import GradientBuffer, GradientPool, tensors_over
 
 __all__ = [
     "Backend",
@@ -17,4 +17,5 @@ __all__ = [
     "Ticket",
     "backend_for",
     "copy",
+    "tensors_over",
 ]

@@ -34,6 +34,8 @@ class Backend(Protocol):
         update: optimizer arithmetic on the host, beside the backward of earlier units.
         load: optimizer states from files, beside the updates of other units.
         store: optimizer states to files, beside both (a disk reads and writes at once).
+        weights_in: working weights from files, ahead of ``h2d``; they do not wait behind states.
+        weights_out: working weights to files; they do not wait behind states.
     """
 
     device: torch.device
@@ -47,6 +49,8 @@ class Backend(Protocol):
     update: Lane
     load: Lane
     store: Lane
+    weights_in: Lane
+    weights_out: Lane
     monitor: Monitor | None
     waited: Counter[str]
     recorder: Recorder | None
@@ -102,6 +106,8 @@ class _BackendBase:
         self.update = Lane("update", monitor=monitor)
         self.load = Lane("load", monitor=monitor)
         self.store = Lane("store", monitor=monitor)
+        self.weights_in = Lane("weights_in", monitor=monitor)
+        self.weights_out = Lane("weights_out", monitor=monitor)
         self.waited: Counter[str] = Counter()
         self.recorder: Recorder | None = None
 
@@ -160,7 +166,7 @@ class _BackendBase:
             self.recorder.close()
 
     def _lanes(self) -> tuple[Lane, ...]:
-        files = self.file_out, self.file_back, self.load, self.store
+        files = self.file_out, self.file_back, self.load, self.store, self.weights_in, self.weights_out
         return self.h2d, self.d2h, self.out, self.back, self.norms, self.update, *files
 
     def _observed(self, actor: str, wait_name: str, ticket: Ticket) -> bool:

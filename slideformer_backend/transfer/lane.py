@@ -43,6 +43,8 @@ class Lane:
         self.stream = stream
         self.monitor = monitor
         self._worked = 0.0
+        self.waited: collections.Counter[str] = collections.Counter()
+        """Seconds that the lane's thread has waited for others to do or to issue their work."""
         self._timer = StreamTimer() if stream is not None else None
         self.recorder: Recorder | None = None
         self._begin()
@@ -167,7 +169,9 @@ class Lane:
             return
         recorder = self.recorder
         start = recorder.mark(self.stream) if recorder is not None else None
+        before = time.perf_counter()
         ticket.wait_issued()
+        self.waited[wait_name] += time.perf_counter() - before  # type: ignore[assignment]  # a Counter of seconds
         if ticket.event is not None:
             if self.stream is not None:
                 self.stream.wait_event(ticket.event)

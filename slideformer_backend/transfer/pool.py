@@ -45,7 +45,7 @@ class GradientBuffer:
         """Whether no tensor or array over this memory is left but those in ``handles``, which can be led elsewhere. The
         operations on it are over; lanes may need a moment to let go of their last piece of work."""
         deadline = time.monotonic() + LETTING_GO
-        while self.is_aliased and _tensors_over(self.slab.flat) > self._own_tensors():
+        while self.is_aliased and tensors_over(self.slab.flat) > self._own_tensors():
             if time.monotonic() > deadline:
                 return False
             time.sleep(1e-3)
@@ -58,7 +58,7 @@ class GradientBuffer:
         return 1 + len(handles) + between
 
 
-def _tensors_over(flat: torch.Tensor) -> int:
+def tensors_over(flat: torch.Tensor) -> int:
     """How many tensors share the memory of ``flat``, itself included (a numpy array holds the one it was made from)."""
 
     def count(tensor: torch.Tensor) -> int:

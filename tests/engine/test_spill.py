@@ -21,7 +21,7 @@ import torch
 import slideformer_backend
 from slideformer_backend.api import attach
 from slideformer_backend.config import SlideFormerConfig
-from slideformer_backend.engine.spill import States
+from slideformer_backend.engine.filed import Filed
 from slideformer_backend.errors import ConfigError, StorageError, UnsupportedError
 from slideformer_backend.optim.lion import Lion
 from slideformer_backend.plan.ledger import STAGED_UNITS as ROOMS
@@ -228,7 +228,7 @@ def test_memory_holds_the_rooms_and_no_more(folder, device):
     states = sorted((unit.spill.nbytes for unit in job.engine.units), reverse=True)
     most = in_memory.engine.memory.allocated - sum(states) + sum(states[:ROOMS])
     assert max(held) <= most + job.engine.window.gradient_class(job.engine.units[0]) * 2
-    in_rooms = [unit for unit in job.engine.units if unit.spill.are is not States.FILED]
+    in_rooms = [unit for unit in job.engine.units if unit.spill.are is not Filed.FILED]
     assert len(in_rooms) <= ROOMS
     assert job.engine.report().spilled_bytes == sum(states)
     assert job.engine.report().tier["tier"] == "posix"
@@ -251,7 +251,7 @@ def test_pages_really_go_back_to_the_system(folder, device):
     before = _resident_kib()
     engine.bind(torch.optim.AdamW(model.parameters()))
     engine.settle()
-    while any(unit.spill.are is States.CHANGED for unit in engine.units):
+    while any(unit.spill.are is Filed.CHANGED for unit in engine.units):
         engine.spill.write_back()
     for unit in engine.units:
         if unit.spill.stored is not None:
@@ -334,7 +334,7 @@ def test_a_step_ends_without_waiting_for_files(folder, device, monkeypatch):
         plain(job, number)
     order = [unit.index for unit in job.engine.schedule.backward_order()]
     assert order == sorted(order, reverse=True)
-    staged = [unit.index for unit in job.engine.units if unit.spill.are is not States.FILED]
+    staged = [unit.index for unit in job.engine.units if unit.spill.are is not Filed.FILED]
     assert set(order[: ROOMS - 1]) <= set(staged)
     job.engine.detach()
 
@@ -342,10 +342,10 @@ def test_a_step_ends_without_waiting_for_files(folder, device, monkeypatch):
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 
-def _go_on(job, numbers, completed=None):
+def _go_on(job, numbers, completed=None, script=plain):
     """Steps until one fails; those that did not are noted."""
     for number in numbers:
-        plain(job, number)
+        script(job, number)
         if completed is not None:
             completed.append(number)
     job.engine.settle()
@@ -531,7 +531,7 @@ def test_a_flipped_bit_ends_the_step_with_an_error(folder, device):
     plain(job, 1)
     job.engine.settle()
     job.engine.spill.write_back()
-    unit = next(unit for unit in job.engine.sliding if unit.spill.are is States.FILED)
+    unit = next(unit for unit in job.engine.sliding if unit.spill.are is Filed.FILED)
     unit.spill.stored.synchronize()
     region = unit.spill.parts["exp_avg"].region
     fd = os.open(region.path, os.O_RDWR)

@@ -34,6 +34,8 @@ NAMES = {
     "busy_file_back",
     "busy_load",
     "busy_store",
+    "busy_weights_in",
+    "busy_weights_out",
     "busy_norms",
     "busy_update",
     "stalled_compute",

@@ -83,7 +83,7 @@ def test_inputs_of_layers_on_nvme_are_shown(plan, tmp_path):
         assert part in out
     code, out, _ = plan(*filed, "--set", f"nvme_path={tmp_path}", "--json", "--yaml", file)
     values = json.loads(out)
-    assert values["tiers"]["nvme"]["contents"] == {"states": 0, "activations": 30 * 16 * 1024 * 4096 * 2}
+    assert values["tiers"]["nvme"]["contents"] == {"states": 0, "weights": 0, "activations": 30 * 16 * 1024 * 4096 * 2}
     assert values["step"]["resources"]["nvme"] > 0
     assert values["decisions"]["inputs_on_nvme"]
     config = SlideFormerConfig.from_mapping(yaml.safe_load(file.read_text())["slideformer_config"])

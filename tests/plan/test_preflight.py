@@ -70,7 +70,7 @@ def test_the_parts_of_what_is_needed_add_up(model, tmp_path, states, caplog):
         attach(model, SlideFormerConfig(host_memory=MIB, **config), device=CPU, optimizers=[adamw(model)])
     total, *parts = sizes(caught.value.found)
     assert sum(parts) == pytest.approx(total, abs=0.05 * (len(parts) + 1))
-    assert ("on their way" in caught.value.found) == (states == "nvme")
+    assert ("states on their way" in caught.value.found) == (states == "nvme")
     with caplog.at_level(logging.INFO, "slideformer_backend"):
         attach(model, SlideFormerConfig(**config), device=CPU, optimizers=[adamw(model)]).detach()
     (said,) = [record.getMessage() for record in caplog.records if "The plan:" in record.getMessage()]

@@ -18,7 +18,7 @@ from slideformer_backend.engine import engine as engine_module
 from slideformer_backend.engine import file_shelf, spilling
 from slideformer_backend.engine.file_shelf import DirectShelf
 from slideformer_backend.engine.residency import Residency
-from slideformer_backend.engine.spilling import begin_spill
+from slideformer_backend.engine.spilling import begin_spill, open_spill
 from slideformer_backend.transfer import Monitor
 
 from . import freezing  # noqa: F401  # registers its events
@@ -52,6 +52,9 @@ class Setting:
     update: str = "exact"
     rooms: int = 0
     """Units whose optimizer states are in memory at once, the others' are in files; 0: all are in memory."""
+    frames: int = 0
+    """The same of working weights."""
+    prefetch: int = 2
     inputs: str = "gpu"
     """Where inputs of units wait; in files they are "staged" in host memory, or move "direct" from the device."""
     reads_all: bool = True
@@ -100,6 +103,7 @@ def random_setting(seed: int, **given: Any) -> Setting:
         "rooms": random.choice((0, 0, 1, 2, 2, 3)),
         "start": random.choice((START, START, *STARTS)),
         "inputs": INPUTS[seed % 3][seed // 3 % 2],
+        "frames": random.choice((0, 0, 1, 2, 4)),
     }
     return Setting(**{**chosen, **given})
 
@@ -114,15 +118,18 @@ def run(events: Events, setting: Setting, monitor: Monitor | None = None) -> Non
     with (
         simulated(setting.seed, setting.eagerness or 0.0) if is_simulated else nullcontext(),
         tempfile.TemporaryDirectory(dir=SHARED) as folder,
-        mock.patch.object(engine_module, "begin_spill", partial(_begin_spill, setting.rooms)),
+        mock.patch.object(engine_module, "begin_spill", partial(_begin_spill, setting)),
+        mock.patch.object(engine_module, "open_spill", partial(_open_spill, setting)),
         mock.patch.object(Residency, "spare", 0 if setting.seed % 2 else None),  # units come back to the host, or stay
         mock.patch.object(spilling, "StagedShelf", _direct if setting.inputs == "direct" else spilling.StagedShelf),
         mock.patch.object(file_shelf, "STAGES", 2 + 2 * (setting.seed % 2)),
         mock.patch.object(DirectShelf, "exits", 1 + setting.seed % 2),
     ):
-        config = {"nonfinite": setting.nonfinite, "update": setting.update}
+        config = {"nonfinite": setting.nonfinite, "update": setting.update, "prefetch": setting.prefetch}
         if setting.rooms:
             config |= {"optimizer_states": "nvme", "nvme_path": folder}
+        if setting.frames:
+            config |= {"weights": "nvme", "nvme_path": folder}
         is_filed = setting.inputs in ("staged", "direct")
         if is_filed:
             config |= {"activations": "nvme", "nvme_path": folder}
@@ -148,9 +155,14 @@ def _direct(backend, tier, close, memory) -> DirectShelf:
     return DirectShelf(backend, tier, close)
 
 
-def _begin_spill(rooms, spill, units, terms, tier) -> None:
+def _begin_spill(setting, spill, units, terms) -> None:
     """As the engine's own, with another number of rooms."""
-    begin_spill(spill, units, replace(terms, staged=rooms), tier)
+    begin_spill(spill, units, replace(terms, staged=setting.rooms))
+
+
+def _open_spill(setting, backend, memory, parts, terms, tier):
+    """The same for weights."""
+    return open_spill(backend, memory, parts, replace(terms, frames=setting.frames), tier)
 
 
 def compare(expected: Seen, found: Seen, when: str) -> None:

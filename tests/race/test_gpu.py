@@ -68,13 +68,15 @@ def _trained(
     accumulate: int = 1,
     clip: float | None = None,
     inputs: str = "gpu",
+    files: str = "host",
 ) -> list[torch.Tensor]:
     device = torch.device("cuda")
     model: Toy = make_toy(kind, 0, width=WIDTH, blocks=BLOCKS)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     config = SlideFormerConfig(
-        cpu_threads=2, update=update, prefetch=2, gpu_memory=tight(model), activations=inputs, nvme_path=folder
-    )
+        cpu_threads=2, update=update, prefetch=2, gpu_memory=tight(model), activations=inputs, nvme_path=folder,
+        weights=files, optimizer_states=files,
+    )  # fmt: skip
     engine = attach(model, config, device=device, monitor=monitor)
     engine.bind(optimizer)
     engine.boundaries.least, engine.boundaries.kept = 0, 1
@@ -133,6 +135,36 @@ def test_equal_when_inputs_of_units_leave(delayed, inputs):
     expected = _train(accumulate=2)
     found = _train(accumulate=2, delayed=delayed, compute_ms=2.0, monitor=_quiet_monitor(), inputs=inputs)
     assert _same(expected, found)
+
+
+@pytest.mark.parametrize("update", ["exact", "immediate"])
+@pytest.mark.parametrize(
+    "delayed",
+    [(), ("weights_in",), ("weights_out",), ("weights_in", "weights_out", "load", "store", "h2d", "update")],
+)
+def test_equal_when_weights_and_states_wait_in_files(delayed, update):
+    clip = 0.01 if update == "exact" else None
+    expected = _train(accumulate=2, update=update, clip=clip)
+    monitor = _quiet_monitor()
+    found = _train(accumulate=2, update=update, clip=clip, delayed=delayed, monitor=monitor, files="nvme")
+    assert "h2d after weights read" in monitor.waits_seen
+    assert _same(expected, found)
+
+
+@pytest.mark.parametrize(
+    ("wait", "delayed"),
+    [
+        ("h2d after weights read", ("weights_in",)),
+        ("drop after weights sent", ("h2d",)),
+        ("write after weights updated", ("update",)),
+    ],
+)
+def test_a_wait_for_files_left_out_is_seen_by_delay(wait, delayed):
+    expected = _train(accumulate=2)
+    monitor = _quiet_monitor(skip=wait)
+    found = _train(accumulate=2, delayed=delayed, most_ms=30.0, monitor=monitor, files="nvme")
+    assert wait in monitor.waits_seen
+    assert not _same(expected, found)
 
 
 @pytest.mark.parametrize("lane", ["h2d", "d2h"])

@@ -59,7 +59,8 @@ def workload() -> list[tuple[Events, Setting]]:
         names = ("train", "assign_gradient", "step_all", "zero_none", "train")
         made.append((tuple((name, seed + place) for place, name in enumerate(names)), setting))
     for seed in range(4):  # every unit has a room, and keeps it while its states are written back
-        roomy = {"rooms": 5, "optimizers": 1, "eagerness": 0.0, "kind": "bfloat16", "nonfinite": "as_plain"}
+        roomy = {"rooms": 5, "frames": 0, "optimizers": 1, "eagerness": 0.0, "kind": "bfloat16"}
+        roomy["nonfinite"] = "as_plain"
         names = ("train", "save_optimizers", "train", "load_optimizers", "train")
         made.append((tuple((name, seed + place) for place, name in enumerate(names)), random_setting(seed, **roomy)))
         for name in ("write_weights", "write_edges"):
@@ -80,6 +81,18 @@ def workload() -> list[tuple[Events, Setting]]:
         made.append((clips, random_setting(seed, optimizers=1, **{**lazy, "kind": "float32"})))
     lent = (MICRO, ("zero_none", 1), ("assign_gradient", 5), ("unfreeze_all", 0), ("backward", 1))
     made.append((lent, random_setting(2, optimizers=1, poison=True, start=START, **lazy)))
+    # a commit is the first to use the gradient of a step, whose weights nobody has made yet
+    late = (("backward", 909990628), ("scale_gradient_data", 279823433), ("clip", 954714481), ("step_all", 977175829))
+    late += (("retain", 184198446), ("train", 441580072))
+    made.append((late, random_setting(23, frames=4, kind="bfloat16", optimizers=1, poison=False)))
+    for seed in (1, 2):  # what user code wrote is looked at by an update, and the weights leave right behind it
+        events = (("train", seed), ("write_weights", seed + 1), ("evaluate", seed + 2))
+        alone = {"update": "immediate", "frames": 1, "rooms": 0, "start": START, "inputs": "gpu", "optimizers": 1}
+        made.append((events, random_setting(seed, kind="bfloat16", eagerness=0.0, nonfinite="as_plain", **alone)))
+    for seed in range(3):  # weights are read ahead of a forward that ends before they are used
+        names = ("train", "explode_forward", "read", "evaluate", "explode_forward", "save", "train")
+        events = tuple((name, seed + place) for place, name in enumerate(names))
+        made.append((events, random_setting(seed, frames=2, prefetch=0, optimizers=1, poison=True, rooms=0, **lazy)))
     held = (("backward", 793346834), ("backward", 846618888), ("scale_gradient_data", 668432235), ("train", 732844484))
     made.append((held, random_setting(190, poison=True)))
     return made
