@@ -14,10 +14,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from slideformer_backend.api import attach
 from slideformer_backend.checkpoint import borrowed_state
 from slideformer_backend.config import SlideFormerConfig
+from slideformer_backend.engine import spilling
 from slideformer_backend.engine.filed import Filed
 from slideformer_backend.engine.pace import _Sample
 from slideformer_backend.errors import ConfigError, StorageError, UnsupportedError
+from slideformer_backend.storage import SpillDirectory
 from tests.budgets import tight
+from tests.storage.faults import FaultySystem
 
 from .test_residency import Net
 from .test_spill import (
@@ -402,9 +405,6 @@ def test_a_disk_that_fails_while_weights_move_gives_them_back(folder, device, mo
 
 
 def _fail_all(monkeypatch, name, code, after):
-    from slideformer_backend.engine import spilling
-    from slideformer_backend.storage import SpillDirectory
-
     def failing(path):
         directory = SpillDirectory(path)
         _Fails(directory.system, name, after, code)
@@ -417,6 +417,18 @@ def _assert_untouched(model, weights, folder):
     assert {type(parameter) for parameter in model.parameters()} == {torch.nn.Parameter}
     assert all(torch.equal(a, b.cpu()) for a, b in zip(weights, model.parameters(), strict=True))
     assert os.listdir(folder) == []
+
+
+def test_short_reads_and_writes_are_completed(folder, device, monkeypatch):
+    expected = _weights_by_step(device, 3, clipped)[-1]
+    system = FaultySystem(set(range(0, 10**5, 3)), "short")
+    monkeypatch.setattr(spilling, "SpillDirectory", lambda path: SpillDirectory(path, system))
+    job = Job(device, **EVERYTHING, nvme_path=folder)
+    for number in range(3):
+        clipped(job, number)
+    _assert_same(expected, job.weights())
+    assert {"read_at", "write_at"} <= set(system.injected)
+    job.engine.detach()
 
 
 def test_a_flipped_bit_ends_the_forward_with_an_error(folder, device):

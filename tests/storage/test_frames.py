@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 
+import pytest
 import torch
 
-from slideformer_backend.storage import FramedSlab, Frames, HostMemory
+from slideformer_backend.errors import StorageError
+from slideformer_backend.storage import FramedSlab, Frames, HostMemory, PosixTier, SpillDirectory
 
 NBYTES = 3 * 4096 + 256
 
@@ -75,3 +77,30 @@ def test_without_shared_memory_slabs_are_pageable(monkeypatch, caplog):
     slabs[0].drop()
     assert not slabs[0].flat.any()
     assert slabs[1].flat.all()
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_file_as_memory_is_what_was_written(folder, direct):
+    """Blocks of zeros too, which are not written: the file holds what was there before, or nothing."""
+    block = 1 << 13
+    directory = SpillDirectory(folder)
+    tier = PosixTier(directory, 1, block=block, request=2 * block, direct=direct)
+    region = tier.allocate("unit-0", 4 * block + 100)
+    values = torch.randint(1, 256, (region.nbytes,), dtype=torch.uint8)
+    tier.write(region, 0, values).synchronize()
+    values[block : 2 * block] = 0
+    values[-100:] = 0
+    tier.write(region, 0, values).synchronize()
+    assert torch.equal(tier.mapped(region), values)
+    fresh = tier.allocate("unit-1", block + 1)
+    assert not tier.mapped(fresh).any()
+    with open(region.path, "r+b") as file:
+        file.seek(3 * block + 5)
+        file.write(b"\0")
+    with pytest.raises(StorageError, match="checksum") as caught:
+        tier.mapped(region)
+    assert caught.value.offset == 3 * block
+    for one in (region, fresh):
+        tier.free(one)
+    tier.close()
+    directory.close()
