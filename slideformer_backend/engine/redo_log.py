@@ -75,7 +75,7 @@ class RedoLog(UpdatePolicy):
         deferred = {unit for unit in stale[max(0, len(stale) - self.deferred) :] if unit.spill is None}
         for unit in units:
             buffer = unit.logged
-            if unit.weights_are is Weights.STALE and unit.filed is None:  # those in files are made when they are fetched
+            if unit.weights_are is Weights.STALE and unit.filed is None:  # those in files are made later
                 if unit in deferred or buffer is None or "master" not in unit.states:
                     self.refresh(unit)
                 else:
@@ -161,7 +161,8 @@ class RedoLog(UpdatePolicy):
 
     def make(self, unit: Unit) -> None:
         buffer = unit.logged
-        if buffer is not None and unit.spill is not None and unit.weights_are is Weights.STALE:
+        is_due = unit.weights_are is Weights.STALE and "master" in unit.states
+        if is_due and buffer is not None and unit.spill is not None:
             self._update(unit, buffer)  # states that are read for it need not be read again for a commit
         else:
             self.refresh(unit)
