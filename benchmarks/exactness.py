@@ -42,6 +42,7 @@ def parse() -> argparse.Namespace:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
+    parser.add_argument("--layers", type=int, help="cut the model to so many")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--sequences", type=int, default=4)
     parser.add_argument("--length", type=int, default=256)
@@ -60,6 +61,8 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     """Run all three, compare, print."""
     args = parse()
+    if args.layers is not None:
+        SHAPES[args.shape]["num_hidden_layers"] = args.layers
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     data = batches(args.steps * args.accumulate, args.sequences, args.length, SHAPES[args.shape]["vocab_size"], device)
     with deterministic():
