@@ -209,7 +209,8 @@ def _model(args: argparse.Namespace) -> Any:
 
     dtype = getattr(torch, args.dtype)
     if args.shape:
-        return make_model(args.shape, dtype, torch.device("cpu"))
+        # billions of random weights take a CPU minutes
+        return make_model(args.shape, dtype, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     folder = args.model or args.cache / "smollm2-135m"
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
 

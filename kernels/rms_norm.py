@@ -23,7 +23,6 @@ __all__ = [
 ]
 
 _WIDEST = 65536
-_PER_WARP = 512  # elements
 
 
 @triton.jit
@@ -77,10 +76,12 @@ def rms_norm_forward_kernel(
 
 
 def forward_config(columns: int) -> NormConfig:
-    """Rows of 4 Ki elements and more are one program; narrow ones share it."""
+    """Rows of 2 Ki elements and more are one program; narrow ones share it. A program with many idle lanes has fewer
+    warps to wait for."""
     block = triton.next_power_of_2(columns)
     rows = max(1, min(16, 2048 // block))
-    return NormConfig(rows, warps=max(1, min(16, rows * block // _PER_WARP)))
+    per_warp = 512 if rows > 1 or 4 * columns >= 3 * block else 1024
+    return NormConfig(rows, warps=max(1, min(16, rows * block // per_warp)))
 
 
 class _RMSNorm(torch.autograd.Function):

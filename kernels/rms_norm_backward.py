@@ -175,8 +175,8 @@ def backward_config(columns: int, row_bytes: int) -> NormConfig:
     """As in forward, with programs that stay on the device all the time.
 
     Their number must not be more than the registers of a multiprocessor hold at once: those that wait would run alone
-    at the end. 16 to 24 elements per thread take 80 to 128 registers, so that 16 warps fit everywhere; loading two
-    rows ahead keeps memory busy with so few.
+    at the end. 16 to 24 elements per thread take 80 to 128 registers, so that 16 warps fit everywhere, and 24 where it
+    is 16 elements; loading two rows ahead keeps memory busy with so few.
 
     Args:
         columns: of a row.
@@ -184,9 +184,10 @@ def backward_config(columns: int, row_bytes: int) -> NormConfig:
     """
     block = triton.next_power_of_2(columns)
     rows = max(1, min(16, 2048 // block))
-    warps = max(1, min(16, rows * (block if rows > 1 else _parts(columns)[0]) // 512))
+    head, tail = _parts(columns)
+    warps = max(1, min(16, rows * (block if rows > 1 else head) // 512))
     ahead = min(2, _PIPELINE_BYTES // max(1, rows * row_bytes))
-    return NormConfig(rows, warps, programs=max(1, 16 // warps), stages=1 + ahead)
+    return NormConfig(rows, warps, programs=max(1, (24 if warps == 8 and not tail else 16) // warps), stages=1 + ahead)
 
 
 def _parts(columns: int) -> tuple[int, int]:

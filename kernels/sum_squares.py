@@ -48,5 +48,6 @@ def sum_squares(gradient: torch.Tensor, out: torch.Tensor) -> None:
     """
     blocks = out.numel()
     if blocks:
-        sizes = {"LANES": LANES, "ROWS": BLOCK // LANES, "UNROLL": 16}
-        _sum_squares_kernel[(blocks,)](gradient, out, gradient.numel(), **sizes, num_warps=8)
+        # on an H200 a fifth faster than 8 warps that load 16 rows ahead; the bits are the same
+        sizes = {"LANES": LANES, "ROWS": BLOCK // LANES, "UNROLL": 8}
+        _sum_squares_kernel[(blocks,)](gradient, out, gradient.numel(), **sizes, num_warps=16)

@@ -99,10 +99,7 @@ class RedoLog(UpdatePolicy):
         """Put off fewer commits when the lane is not done with those of the backward that has just ended."""
         sliding = [unit for unit in units if not unit.is_resident]
         late = sum(unit.updated is not None and not unit.updated.is_complete for unit in sliding)
-        if late > 1:  # the one that arrived last is no sign of anything
-            self.deferred = max(0, min(self.deferred, len(sliding)) - late + 1)
-        elif late == 0:
-            self.deferred += 1
+        self.deferred = max(0, min(self.deferred, len(sliding)) - late) if late else self.deferred + 1
 
     def _update(self, unit: Unit, buffer: GradientBuffer) -> None:
         """Commit the step just logged and write its working weights, in one pass."""
