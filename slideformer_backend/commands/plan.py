@@ -301,7 +301,10 @@ def configuration(plan: Plan | LspPlan, wishes: Wishes, nvme_path: str | None = 
         "num_processes": 1,
         "slideformer_config": {"update": wishes.config.update, **section},
     }
-    return str(yaml.safe_dump(content, sort_keys=False))
+    text = str(yaml.safe_dump(content, sort_keys=False))
+    if plan.nvme and "nvme_path" not in section:
+        return f"# missing in slideformer_config: nvme_path, a folder on the disk of the machine that trains\n{text}"
+    return text
 
 
 class _ListShapes(argparse.Action):

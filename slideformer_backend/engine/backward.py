@@ -7,6 +7,7 @@ order of creation and gradient accumulation at once, so everything of the unit h
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -76,6 +77,8 @@ class Backward:
         """Parameters whose gradient of the open backward has memory of its own until its unit is closed."""
         self.is_last = True
         """Whether a ``step()`` should follow the running backward."""
+        self.thread = threading.get_ident()
+        """The thread that ran the last forward with gradients: it trains."""
 
     @property
     def is_running(self) -> bool:
@@ -89,8 +92,16 @@ class Backward:
 
     def finish_outside(self) -> None:
         """Called by whatever follows a backward: one that an exception ended is finished first."""
-        if self.is_running and not self.is_inside():
-            self._abandon()
+        if not self.is_running or self.is_inside():
+            return
+        if threading.get_ident() != self.thread:  # which is where the backward runs, or waits for torch's own thread
+            raise UnsupportedError(
+                "A thread used a parameter or gradient while another one was in a backward of the model.",
+                found=f"thread {threading.current_thread().name}",
+                remedy="read parameters on the thread that trains, or between backward and the next one, and give other"
+                " threads copies (p.detach().clone())",
+            )
+        self._abandon()
 
     def check(self) -> None:
         """Called by a backward that has reached the model's output: raises what ``begin`` would, if it is a new one."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -326,6 +327,7 @@ class Engine:
 
     def begin_forward(self) -> None:
         """A forward of the whole model with gradients begins: the time to move units, if they should move."""
+        self.backward.thread = threading.get_ident()
         self.backward.finish_outside()
         self.boundaries.begin_forward()
         self.spill.check()

@@ -112,8 +112,12 @@ def _split_lo(b: LLVM, x: LLVM) -> LLVM:
 
 
 def _join(b: LLVM, hi: LLVM, lo: LLVM) -> LLVM:
-    low = b.zext(lo, _I32)
-    high = b.sub(b.zext(hi, _I32), b.lshr(low, _I32(15)))
+    low, high = b.zext(lo, _I32), b.zext(hi, _I32)
+    # a split never leaves zero above an upper half of low bits: a zero was written by code that nobody saw, such as
+    # through an alias kept from an earlier step, and taking the borrow from it would make a NaN
+    is_zero = b.icmp_unsigned("==", b.and_(high, _I32(0x7FFF)), _I32(0))
+    low = b.select(b.and_(is_zero, b.icmp_unsigned(">=", low, _I32(0x8000))), _I32(0), low)
+    high = b.sub(high, b.lshr(low, _I32(15)))
     return b.bitcast(b.or_(b.shl(high, _I32(16)), low), _F32)
 
 

@@ -51,7 +51,9 @@ def split(p: Array, hi: Array, lo: Array) -> None:
 
 
 def join(hi: Array, lo: Array, p: Array) -> None:
-    """Invert :func:`split` exactly, for every bit pattern but NaN, which comes back as 0x7fc00000."""
+    """Invert :func:`split` exactly, for every bit pattern but NaN, which comes back as 0x7fc00000.
+
+    ``hi`` that was set to zero since gives zero, or a number smaller than any in bf16."""
     _check_split(p, hi, lo)
     kernels("join")(hi, lo, p)
 

@@ -130,11 +130,15 @@ def split(p: Tensor, hi: Tensor, lo: Tensor) -> None:
 
 @torch.no_grad()
 def join(hi: Tensor, lo: Tensor, p: Tensor) -> None:
-    """Invert :func:`split` exactly, for every bit pattern but NaN, which comes back as 0x7fc00000."""
+    """Invert :func:`split` exactly, for every bit pattern but NaN, which comes back as 0x7fc00000.
+
+    ``hi`` that was set to zero since gives zero, or a number smaller than any in bf16."""
     _check_split(p, hi, lo)
     for part in _chunks(p):
         low = lo.view(torch.int16)[part].to(torch.int32) & 0xFFFF
-        high = hi.view(torch.int16)[part].to(torch.int32) - (low >> 15)
+        upper = hi.view(torch.int16)[part].to(torch.int32)
+        low = torch.where((upper & 0x7FFF == 0) & (low >= 0x8000), 0, low)  # a zero written behind our back
+        high = upper - (low >> 15)
         p.view(torch.int32)[part] = (high << 16) | low
 
 

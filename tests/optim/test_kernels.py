@@ -9,6 +9,7 @@ from numba import njit
 from optim_cases import F32, as_tensor, assert_same, assert_same_case, hostile, make_case, numbers, stored
 
 from slideformer_backend.optim import numba_kernels as kernels
+from slideformer_backend.optim import twins
 from slideformer_backend.optim.norm import BLOCK, block_count, clip_coefficient, total_norm
 from slideformer_backend.optim.numba_bits import OPTIONS, join_fp32, split_hi, split_lo
 from slideformer_backend.optim.rules import Pending
@@ -179,6 +180,19 @@ _bits = njit(**OPTIONS)(_float_bits)
 def test_split_master_inverts_every_pattern():
     """All 2^32 of them; NaN stays NaN."""
     assert njit(**OPTIONS)(_count_not_inverted)(0, 2**32) == 0
+
+
+def test_a_zero_written_above_low_bits_is_no_nan():
+    """Through an alias that was kept: nobody resets what the zero does not cover."""
+    low = np.arange(1 << 16, dtype=np.uint16)
+    for zero in (0, 0x8000):
+        high, found, twin = np.full(len(low), zero, np.uint16), np.empty(len(low), np.float32), torch.empty(len(low))
+        kernels.join(high, low, found)
+        assert np.abs(found).max() < 1e-38
+        twins.join(
+            torch.from_numpy(high.view(np.int16)).view(torch.bfloat16), torch.from_numpy(low.view(np.int16)), twin
+        )
+        assert np.array_equal(found.view(np.int32), twin.numpy().view(np.int32))
 
 
 def test_split_master_encoding():

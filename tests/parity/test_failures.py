@@ -2,13 +2,14 @@
 
 import gc
 import re
+import threading
 
 import pytest
 import torch
 
 from slideformer_backend.api import attach
 from slideformer_backend.config import SlideFormerConfig
-from slideformer_backend.errors import SlideFormerError
+from slideformer_backend.errors import SlideFormerError, UnsupportedError
 from tests.budgets import tight
 from tests.parity.harness import POLICIES, check, run_managed
 from tests.parity.models import Stack, batch, language_loss, llama, stack, steps
@@ -186,3 +187,51 @@ def test_an_exception_inside_backward_says_what_was_updated(device, policy, end,
         return
     (message,) = errors
     assert re.search(r"updated [1-9]\d* layers.*load the last checkpoint, or set update: exact", message)
+
+
+def test_another_thread_during_backward_is_refused_and_training_goes_on(device):
+    """It read a parameter, which ended the backward of the thread that trains."""
+    reached, seen = threading.Event(), []
+
+    def read(weight):
+        reached.wait(60)
+        try:
+            weight.detach().float().sum().item()
+        except Exception as error:
+            seen.append(error)
+
+    class Gate(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, value, thread):
+            ctx.thread = thread
+            return value.view_as(value)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            if ctx.thread is not None:
+                reached.set()
+                ctx.thread.join(60)
+            return gradient, None
+
+    def script(run):
+        optimizer = run.optimizer(torch.optim.AdamW, run.model.parameters(), **ADAMW)
+        for number in range(3):
+            thread = None
+            if number == 1 and run.engine is not None:
+                thread = threading.Thread(target=read, args=(next(run.model.model.layers[0].parameters()),))
+                thread.start()
+            ids = batch(number, device=run.device)
+            hook = run.model.model.layers[0].register_forward_hook(lambda m, a, out, t=thread: Gate.apply(out, t))
+            loss = language_loss(run.forward(ids), ids)
+            hook.remove()
+            run.see("loss", loss)
+            run.backward(loss)
+            run.see_gradients()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.see_weights()
+
+    check(llama(torch.bfloat16), script, device, policy="exact")
+    assert len(seen) == 1
+    assert isinstance(seen[0], UnsupportedError)
+    assert "thread Thread-" in str(seen[0])

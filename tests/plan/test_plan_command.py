@@ -81,6 +81,9 @@ def test_inputs_of_layers_on_nvme_are_shown(plan, tmp_path):
     assert code == 0
     for part in ("NVMe    3.8 GiB", "activations 3.8 GiB", "Inputs of layers wait on NVMe: 3.8 GiB are written"):
         assert part in out
+    code, _, _ = plan(*filed, "--yaml", file)
+    assert code == 0
+    assert file.read_text().startswith("# missing in slideformer_config: nvme_path")
     code, out, _ = plan(*filed, "--set", f"nvme_path={tmp_path}", "--json", "--yaml", file)
     values = json.loads(out)
     assert values["tiers"]["nvme"]["contents"] == {"states": 0, "weights": 0, "activations": 30 * 16 * 1024 * 4096 * 2}
