@@ -9,7 +9,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from slideformer_backend.kernels import twins
-from slideformer_backend.kernels.runtime import on_device_of, runs_triton, tl, triton
+from slideformer_backend.kernels.runtime import as_rows, on_device_of, runs_triton, tl, triton
 
 __all__ = ["GateConfig", "geglu", "launch_backward", "launch_forward", "swiglu"]
 
@@ -169,7 +169,7 @@ class _Gated(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gate, up = ctx.saved_tensors
-        return (*launch_backward(_rows(dout), gate, up, ctx.activation), None)
+        return (*launch_backward(as_rows(dout), gate, up, ctx.activation), None)
 
 
 _apply: Callable[..., Any] = _Gated.apply  # torch leaves it untyped
@@ -182,13 +182,8 @@ def _are_halves(gate: torch.Tensor, up: torch.Tensor) -> bool:
     return same and up.data_ptr() - gate.data_ptr() == apart
 
 
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.reshape(-1, tensor.shape[-1])
-    return tensor if tensor.stride(1) == 1 or tensor.shape[1] <= 1 else tensor.contiguous()
-
-
 def _gated(gate: torch.Tensor, up: torch.Tensor, activation: int) -> torch.Tensor:
-    out: torch.Tensor = _apply(_rows(gate), _rows(up), activation)
+    out: torch.Tensor = _apply(as_rows(gate), as_rows(up), activation)
     return out.view(gate.shape)
 
 

@@ -29,7 +29,7 @@ except ImportError:  # other platforms: the kernel files must still import, thei
     triton = _Absent()
     tl = _Absent()
 
-__all__ = ["HAS_TRITON", "on_device_of", "processors", "runs_triton", "tl", "triton"]
+__all__ = ["HAS_TRITON", "as_rows", "on_device_of", "processors", "runs_triton", "tl", "triton"]
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on")
 
@@ -54,3 +54,9 @@ def processors(tensor: torch.Tensor) -> int:
     if tensor.device.type != "cuda":
         return 2
     return torch.cuda.get_device_properties(tensor.device).multi_processor_count
+
+
+def as_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Two-dimensional with contiguous columns; a copy where that takes one."""
+    tensor = tensor.reshape(-1, tensor.shape[-1])
+    return tensor if tensor.stride(1) == 1 or tensor.shape[1] <= 1 else tensor.contiguous()

@@ -8,6 +8,7 @@ order of creation and gradient accumulation at once, so everything of the unit h
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -38,6 +39,20 @@ class Visit:
         self.is_open = False
         self.is_done = False
         unit.visits.add(self)
+
+
+class _Pass:
+    """Called when a backward pass is over; torch keeps it as long as the pass exists, also if it never gets so far."""
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self._end = end
+
+    def __call__(self) -> None:
+        self._end()
+
+
+def _nothing() -> None:
+    """No pass yet."""
 
 
 class Backward:
@@ -77,6 +92,7 @@ class Backward:
         """Parameters whose gradient of the open backward has memory of its own until its unit is closed."""
         self.is_last = True
         """Whether a ``step()`` should follow the running backward."""
+        self._pass: Callable[[], _Pass | None] = _nothing
         self.thread = threading.get_ident()
         """The thread that ran the last forward with gradients: it trains."""
 
@@ -94,7 +110,8 @@ class Backward:
         """Called by whatever follows a backward: one that an exception ended is finished first."""
         if not self.is_running or self.is_inside():
             return
-        if threading.get_ident() != self.thread:  # which is where the backward runs, or waits for torch's own thread
+        # on the thread that trains it has been ended by an exception, even if torch's own thread still lets go of it
+        if threading.get_ident() != self.thread and self._pass() is not None:
             raise UnsupportedError(
                 "A thread used a parameter or gradient while another one was in a backward of the model.",
                 found=f"thread {threading.current_thread().name}",
@@ -119,7 +136,9 @@ class Backward:
         self._task = task
         self.count += 1
         self.is_last = self._expects_step()
-        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        running = _Pass(self._end)
+        self._pass = weakref.ref(running)
+        torch.autograd.Variable._execution_engine.queue_callback(running)
 
     def open(self, visit: Visit) -> None:
         """Weights and gradient slot of the visit's unit are ready for compute issued from now on."""

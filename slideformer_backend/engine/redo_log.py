@@ -24,8 +24,8 @@ class RedoLog(UpdatePolicy):
     is_clipping = False
     deferred = 1 << 30
     """How many units of a clipped step, the last in forward order, get only their working weights at once (a peek) and
-    are committed when their next gradient arrives. The others get both in one pass, which takes longer by a quarter but
-    saves the commit: as many commits are put off as the lane has time for during the backward."""
+    are committed when their next gradient arrives. The others get both in one pass, which takes longer but saves the
+    commit: as many commits are put off as the lane has time for during the backward."""
 
     def arrive(self, unit: Unit, *, is_last: bool) -> None:
         self.absorb(unit)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import ctypes
+import functools
 import logging
 import mmap
 import os
@@ -129,6 +130,7 @@ class FramedSlab(PagedSlab):
             raise OSError(code, f"{os.strerror(code)} (mapping {nbytes} bytes of {self.name})")
 
 
+@functools.cache
 def _libc() -> ctypes.CDLL:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p

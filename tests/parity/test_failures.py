@@ -235,3 +235,29 @@ def test_another_thread_during_backward_is_refused_and_training_goes_on(device):
     assert len(seen) == 1
     assert isinstance(seen[0], UnsupportedError)
     assert "thread Thread-" in str(seen[0])
+
+
+def test_a_backward_that_failed_on_a_thread_that_is_gone_hinders_nobody(device):
+    """The thread that trained is over; another one reads, steps on, and takes the model back."""
+    model = Fragile()
+    engine = attach(model, SlideFormerConfig(), device=device)
+    ids, errors = batch(0, device=device), []
+
+    def train():
+        try:
+            language_loss(model(ids), ids).backward()
+        except MemoryError as error:
+            errors.append(str(error))
+
+    Trip.armed = "backward"
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    Trip.armed = None
+    assert errors == ["backward"]
+    for parameter in model.parameters():
+        if parameter.grad is not None:  # of what came before the wire
+            parameter.grad = None
+    language_loss(model(ids), ids).backward()
+    engine.detach()
+    assert all(parameter.grad is not None for parameter in model.parameters())
