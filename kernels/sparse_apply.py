@@ -14,9 +14,10 @@ from slideformer_backend.kernels.sparse_factor import SparseFactor
 
 __all__ = ["sparse_apply_"]
 
-_BLOCK = 512
-_ROWS = 8
-_COLUMNS = 128
+_LINE = 64
+"""Rows of P D that one program reads together: two cache lines of fp32 values."""
+_BLOCK = 64
+_COLUMNS = 32
 
 
 @triton.jit
@@ -28,18 +29,23 @@ def gather_rows_kernel(
     rows: tl.tensor,
     columns: tl.tensor,
     NONZEROS: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One program per row of the factor and BLOCK columns of the source."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < columns
-    total = tl.zeros([BLOCK], dtype=tl.float32)
+    """One program per ROWS rows of the factor and BLOCK columns of the source; ``out`` is [columns, rows]."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    known = row < rows
+    column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    has_column = column < columns
+    inside = known[:, None] & has_column[None, :]
+    total = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
     for slot in tl.static_range(NONZEROS):
-        value = tl.load(values_ptr + slot * rows + row)
-        at = tl.load(positions_ptr + slot * rows + row).to(tl.int64)
-        total += value * tl.load(source_ptr + at * columns + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * columns + column, total, mask=inside)
+        value = tl.load(values_ptr + slot * rows + row, mask=known, other=0.0)[:, None]
+        at = tl.load(positions_ptr + slot * rows + row, mask=known, other=0).to(tl.int64)[:, None]
+        found = tl.load(source_ptr + at * columns + column[None, :], mask=inside, other=0.0)
+        total += value * found.to(tl.float32)
+    out = out_ptr + column[:, None] * rows + row[None, :]
+    tl.store(out, tl.trans(total), mask=has_column[:, None] & known[None, :])
 
 
 @triton.jit
@@ -63,7 +69,6 @@ def apply_kernel(
     values_ptr: tl.tensor,
     rows: tl.tensor,
     columns: tl.tensor,
-    rank: tl.tensor,
     decay: tl.tensor,
     seed: tl.tensor,
     NONZEROS: tl.constexpr,
@@ -71,19 +76,25 @@ def apply_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """One program per ROWS x COLUMNS of the weight: positions are read once for all its rows, and rows of ``half``
-    (P D, [rows, rank]) are short enough to stay near."""
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    """One program per ROWS x COLUMNS of the weight.
+
+    ``half`` is (P D)ᵀ, [rank, rows]: what a column needs from it lies together for all rows of the program. Programs
+    of the same rows are neighbours, so that what they read stays in the cache.
+    """
+    line = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    has_row = line < rows
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     known = column < columns
-    inside = (row < rows) & known[None, :]
-    total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    total = tl.zeros([COLUMNS, ROWS], dtype=tl.float32)
     for slot in tl.static_range(NONZEROS):
-        value = tl.load(values_ptr + slot * columns + column, mask=known, other=0.0)[None, :]
-        at = tl.load(positions_ptr + slot * columns + column, mask=known, other=0)[None, :]
-        total += value * tl.load(half_ptr + row * rank + at, mask=inside, other=0.0)
+        value = tl.load(values_ptr + slot * columns + column, mask=known, other=0.0)[:, None]
+        at = tl.load(positions_ptr + slot * columns + column, mask=known, other=0).to(tl.int64)[:, None]
+        mask = known[:, None] & has_row[None, :]
+        total += value * tl.load(half_ptr + at * rows + line[None, :], mask=mask, other=0.0)
+    row = line.to(tl.int64)[:, None]
+    inside = has_row[:, None] & known[None, :]
     number = row * columns + column[None, :]
-    target = tl.load(weight_ptr + number, mask=inside, other=0.0).to(tl.float32) * decay + total
+    target = tl.load(weight_ptr + number, mask=inside, other=0.0).to(tl.float32) * decay + tl.trans(total)
     if STOCHASTIC:
         tl.store(weight_ptr + number, tl_stochastic(target, number, seed), mask=inside)
     else:
@@ -109,9 +120,10 @@ def sparse_apply_(
     if not runs_triton(weight):
         return twins.sparse_apply_(weight, core, left, right, decay, seed)
     (m, n), q = weight.shape, core.shape[1]
-    half = weight.new_empty(m, q, dtype=torch.float32)
+    half = weight.new_empty(q, m, dtype=torch.float32)
+    blocks = triton.cdiv(m, _LINE)
     with on_device_of(weight):
-        gather_rows_kernel[(m, triton.cdiv(q, _BLOCK))](
+        gather_rows_kernel[(blocks, triton.cdiv(q, _BLOCK))](
             core,
             half,
             left.positions,
@@ -119,23 +131,23 @@ def sparse_apply_(
             m,
             q,
             NONZEROS=left.nonzeros,
+            ROWS=_LINE,
             BLOCK=_BLOCK,
             num_warps=4,
             enable_fp_fusion=False,
         )
-        apply_kernel[(triton.cdiv(m, _ROWS), triton.cdiv(n, _COLUMNS))](
+        apply_kernel[(triton.cdiv(n, _COLUMNS), blocks)](
             weight,
             half,
             right.positions,
             right.values,
             m,
             n,
-            q,
             float(decay),
             twins.spread(seed),
             NONZEROS=right.nonzeros,
             STOCHASTIC=weight.dtype == torch.bfloat16,
-            ROWS=_ROWS,
+            ROWS=_LINE,
             COLUMNS=_COLUMNS,
             num_warps=4,
             enable_fp_fusion=False,
