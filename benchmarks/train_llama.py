@@ -65,6 +65,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--activations", default="auto", choices=("auto", "gpu", "host", "nvme"))
     for key in ("weights", "optimizer-states"):
         parser.add_argument(f"--{key}", default="auto", choices=("auto", "host", "nvme"))
+    parser.add_argument("--host-memory", default="auto", help="cap of the plan, such as 48GiB")
+    parser.add_argument("--nvme-fraction", type=float, help="share of the units whose states wait on NVMe")
     parser.add_argument("--nvme-path", help="folder for files of what waits on NVMe")
     parser.add_argument("--trace", help="file for a timeline of the run")
     parser.add_argument("--liger", action="store_true", help="use Liger's kernels in both modes")
@@ -93,10 +95,12 @@ def main() -> None:
         config = SlideFormerConfig(
             update=args.update,
             gpu_memory=args.gpu_memory,  # type: ignore[arg-type]  # the config parses sizes
+            host_memory=args.host_memory,  # type: ignore[arg-type]
             recompute=args.recompute,
             activations=args.activations,
             weights=args.weights,
             optimizer_states=args.optimizer_states,
+            nvme_fraction=args.nvme_fraction,
             nvme_path=args.nvme_path,
             trace=args.trace,
         )
