@@ -41,10 +41,16 @@ def rms_norm_forward_kernel(
     offset: tl.tensor,
     HAS_RESIDUAL: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
+    STREAMS: tl.constexpr,
+    EVICT: tl.constexpr,
+    STORE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """ROWS rows per program; outputs are contiguous."""
+    """ROWS rows per program; outputs are contiguous.
+
+    STREAMS: the weight is read before the row's sum is known; EVICT and STORE are how ``x`` and ``y`` pass the cache.
+    """
     if ROWS == 1:  # vectors: as a tile, a row of 3,072 takes 6 % longer on an H200
         row = tl.program_id(0).to(tl.int64)
         column = tl.arange(0, BLOCK)
@@ -53,7 +59,9 @@ def rms_norm_forward_kernel(
         row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
         column = tl.arange(0, BLOCK)[None, :]
         inside = (row < rows) & (column < columns)
-    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0)
+    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0, eviction_policy=EVICT)
+    if HAS_WEIGHT and STREAMS:  # under way while the row is reduced
+        weight = tl.load(weight_ptr + column, mask=column < columns, other=0.0)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + row * residual_stride + column, mask=inside, other=0.0)
         # the sum is rounded to the dtype of the stream, as the model's own addition is
@@ -70,9 +78,10 @@ def rms_norm_forward_kernel(
         y = x * rstd[:, None]
         tl.store(rstd_ptr + lane, rstd, mask=lane < rows)
     if HAS_WEIGHT:
-        weight = tl.load(weight_ptr + column, mask=column < columns, other=0.0).to(tl.float32)
-        y = y * (weight + offset)
-    tl.store(y_ptr + row * columns + column, y.to(y_ptr.dtype.element_ty), mask=inside)
+        if not STREAMS:
+            weight = tl.load(weight_ptr + column, mask=column < columns, other=0.0)
+        y = y * (weight.to(tl.float32) + offset)
+    tl.store(y_ptr + row * columns + column, y.to(y_ptr.dtype.element_ty), mask=inside, cache_modifier=STORE)
 
 
 def forward_config(columns: int) -> NormConfig:
@@ -137,6 +146,9 @@ def launch_forward(
     if rows == 0 or columns == 0:
         return stream, y, rstd
     config = config or forward_config(columns)
+    block = triton.next_power_of_2(columns)
+    # measured on an H200: 2 % for rows that fill their program, but a loss with idle lanes and with a residual
+    streams = residual is None and config.rows == 1 and columns == block
     with on_device_of(x):
         rms_norm_forward_kernel[(triton.cdiv(rows, config.rows),)](
             x,
@@ -153,8 +165,11 @@ def launch_forward(
             offset,
             HAS_RESIDUAL=residual is not None,
             HAS_WEIGHT=weight is not None,
+            STREAMS=streams,
+            EVICT="evict_first" if streams else "",
+            STORE=".cs" if streams else "",
             ROWS=config.rows,
-            BLOCK=triton.next_power_of_2(columns),
+            BLOCK=block,
             num_warps=config.warps,
         )
     return stream, y, rstd
