@@ -45,8 +45,9 @@ def parser() -> argparse.ArgumentParser:
         help="timed steps (20): the last one's updates, which no forward hides, count too",
     )
     result.add_argument(
-        "--peer-steps", type=int, help="timed steps of the others, whose steps do not overlap (--steps)"
+        "--peer-steps", type=int, help="timed steps of other systems, whose steps do not overlap (--steps)"
     )
+    result.add_argument("--clips", default="", help="of ours, only these, of off, quiet, active; default: all of a row")
     result.add_argument("--warmup", type=int, default=4, help="steps before them (4)")
     result.add_argument("--rounds", type=int, default=1, help="interleaved repetitions of everything (1)")
     result.add_argument("--timeout", type=float, default=300.0, help="seconds for one contender (300)")
@@ -122,6 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         }
         overrides = {key: yaml.safe_load(value) for key, _, value in (item.partition("=") for item in options.set)}
         wanted = [name for name in options.contenders.split(",") if name]
+        clips = [clip for clip in options.clips.split(",") if clip]
         driver = Driver(
             Options(
                 out=options.out,
@@ -133,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
         if not limits and not options.no_limits:
             driver.measure_limits(options.device, quick=options.device == "cpu")
-        run = driver.run_all(jobs_of(rows, wanted, common, overrides, options.peer_steps))
+        run = driver.run_all(jobs_of(rows, wanted, common, overrides, options.peer_steps, clips))
         results, limits = run.results, limits or run.limits
     write(rows, results, limits, options.out, console)
     if any(result.contender == "ours" and result.error for result in results):

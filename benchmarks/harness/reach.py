@@ -181,6 +181,7 @@ def jobs_of(
     common: Mapping[str, Any],
     overrides: Mapping[str, Any],
     peer_steps: int | None = None,
+    clips: Sequence[str] = (),
 ) -> list[Job]:
     """Every process the rows need, each once: ceilings and peers serve several rows.
 
@@ -189,7 +190,9 @@ def jobs_of(
         contenders: only these; empty: all that the rows name.
         common: values for every job (device, steps, kernels ...).
         overrides: keys over the configuration of every row of ours.
-        peer_steps: timed steps of the others, who end a step before they begin the next one (None: as many as ours).
+        peer_steps: timed steps of the others, who end a step before they begin the next one (None: as many as ours);
+            ceilings, whose ratio to ours decides, have as many as ours in any case.
+        clips: of ours, only these; empty: all that the rows name.
     """
     jobs: dict[str, Job] = {}
 
@@ -207,9 +210,12 @@ def jobs_of(
     for (peer, shape, _), loads in shared.items():
         ascending = sorted(loads, key=lambda load: load.sequences)
         job = Job(contender=peer, shape=shape, loads=tuple(ascending), **common)
-        add(job if peer_steps is None else dataclasses.replace(job, steps=peer_steps))
+        is_ceiling = peer.startswith("ceiling")
+        add(job if peer_steps is None or is_ceiling else dataclasses.replace(job, steps=peer_steps))
     for row in rows:
-        loads = [row.load(clip) for clip in row.clips]
+        loads = [row.load(clip) for clip in row.clips if not clips or clip in clips]
+        if not loads:
+            continue
         config = {**row.config, **overrides}
         ours = Job(contender="ours", shape=row.shape, loads=tuple(loads), config=config, label=row.label, **common)
         add(dataclasses.replace(ours, check_layers=row.check_layers))

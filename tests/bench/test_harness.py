@@ -60,9 +60,14 @@ class TestJobs:
     def test_filters_and_overrides(self):
         jobs = jobs_of(ROWS[:1], [], {"steps": 9}, {}, peer_steps=2)
         assert {job.steps for job in jobs if job.contender == "ours"} == {9}
-        assert {job.steps for job in jobs if job.contender != "ours"} == {2}
+        assert {job.contender: job.steps for job in jobs if job.contender != "ours"} == {
+            "ceiling": 9, "zero2": 2, "zero3": 2, "torchao": 2,
+        }  # fmt: skip
         jobs = jobs_of(ROWS[:1], ["ours"], {"steps": 3}, {"gpu_memory": "9GiB"})
         assert [(job.contender, job.steps, job.config) for job in jobs] == [("ours", 3, {"gpu_memory": "9GiB"})]
+        rows = [row for row in ROWS if row.name in ("3b-32-24g", "3b-2x16-24g", "3b-32-immediate")]
+        jobs = jobs_of(rows, ["ours"], {}, {}, clips=["active"])
+        assert [[load.clip for load in job.loads] for job in jobs] == [["active"]]  # the other rows have none of it
 
     def test_records_survive_json(self):
         for job in jobs_of((*ROWS, *TOY), [], {}, {}):
