@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from slideformer_backend.benchmarks.harness.kernel_timing import (
     Head,
     Row,
     median_ms,
+    medians_ms,
     randn,
     relative_error,
 )
@@ -208,47 +209,65 @@ def layers() -> list[Layer]:
     ]
 
 
-def measure_layer(bench: Bench, layer: Layer, who: str) -> None:
-    """Forward and backward rows of one way to compute a layer."""
-    made: list[tuple[Way, list[list[torch.Tensor]]]] = []
-
-    def forward(row: Row) -> None:
-        function = layer.ways[who]()
-        sets = [layer.inputs() for _ in range(2)]
-        for tensors in sets:
-            for tensor in tensors[: layer.wanted]:
-                tensor.requires_grad_()
-        row.ms = median_ms(lambda n: function(*sets[n % 2]))
-        row.set_share(layer.forward_bytes, bench.copy)
-        made.append((function, sets))
-
-    def backward(row: Row) -> None:
-        function, sets = made[0]
-        graphs = []
-        for tensors in sets:
-            outputs = _tuple(function(*tensors))
-            graphs.append((outputs, [torch.randn_like(output) for output in outputs], tensors[: layer.wanted]))
-
-        def step(number: int) -> None:
-            outputs, upstream, wanted = graphs[number % 2]
-            torch.autograd.grad(outputs, wanted, upstream, retain_graph=True)
-
-        row.ms = median_ms(step)
-        row.set_share(layer.backward_bytes, bench.copy)
-        if who in ("ours", "torch"):
-            row.error = layer_error(layer, function)
-
-    bench.add(f"{layer.name} forward", who, forward)
-    if made:
-        bench.add(f"{layer.name} backward", who, backward)
-
-
-def measure_layers(bench: Bench, names: tuple[str, ...]) -> None:
-    """Rows of all layers, one way after the other."""
+def measure_layer(bench: Bench, layer: Layer, names: Sequence[str]) -> None:
+    """Forward and backward rows of every way to compute a layer; the ways take turns on the same inputs."""
+    sets = [layer.inputs() for _ in range(2)]
+    for tensors in sets:
+        for tensor in tensors[: layer.wanted]:
+            tensor.requires_grad_()
+    found: dict[str, Way] = {}
+    failed: dict[str, Exception] = {}
     for who in names:
-        for layer in layers():
-            if who in layer.ways:
-                measure_layer(bench, layer, who)
+        try:
+            function = layer.ways[who]()
+            function(*sets[0])
+            found[who] = function
+        except Exception as error:  # its row says so
+            failed[who] = error
+
+    def timed(steps: dict[str, Callable[[int], object]], what: str, nbytes: int) -> None:
+        times = dict(zip(steps, medians_ms(list(steps.values())), strict=True))
+
+        def fill(row: Row, who: str) -> None:
+            if who in failed:
+                raise failed[who]
+            row.ms = times[who]
+            row.set_share(nbytes, bench.copy)
+            if what == "backward" and who in ("ours", "torch"):
+                row.error = layer_error(layer, found[who])
+
+        for who in names:
+            bench.add(f"{layer.name} {what}", who, partial(fill, who=who))
+
+    def forward(way: Way, number: int) -> object:
+        return way(*sets[number % 2])
+
+    timed({who: partial(forward, way) for who, way in found.items()}, "forward", layer.forward_bytes)
+    steps: dict[str, Callable[[int], object]] = {}
+    upstream: list[torch.Tensor] = []
+    for who, way in found.items():
+        upstream = upstream or [torch.randn_like(output) for output in _tuple(way(*sets[0]))]
+        steps[who] = _backward(way, sets, upstream, layer.wanted)
+    timed(steps, "backward", layer.backward_bytes)
+
+
+def _backward(
+    way: Way, sets: Sequence[list[torch.Tensor]], upstream: Sequence[torch.Tensor], wanted: int
+) -> Callable[[int], object]:
+    graphs = [(_tuple(way(*tensors)), tensors[:wanted]) for tensors in sets]
+
+    def step(number: int) -> None:
+        outputs, inputs = graphs[number % 2]
+        torch.autograd.grad(outputs, inputs, upstream, retain_graph=True)
+
+    return step
+
+
+def measure_layers(bench: Bench, names: Sequence[str]) -> None:
+    """Rows of all layers, one layer after the other, until the time is up."""
+    for layer in layers():
+        if not bench.is_over():
+            measure_layer(bench, layer, [who for who in names if who in layer.ways])
 
 
 def _tuple(outputs: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

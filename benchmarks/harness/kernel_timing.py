@@ -6,7 +6,7 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -56,9 +56,13 @@ class Bench:
     rows: list[Row] = field(default_factory=list)
     copy: float = 0.0
 
+    def is_over(self) -> bool:
+        """Whether nothing more should be begun."""
+        return time.perf_counter() - START > self.budget
+
     def add(self, what: str, who: str, measure: Callable[[Row], None]) -> Row:
         row = Row(what, who)
-        if time.perf_counter() - START > self.budget:
+        if self.is_over():
             row.note = "left out: time is up"
         else:
             try:
@@ -88,24 +92,37 @@ def line(row: Row) -> str:
 
 def median_ms(function: Callable[[int], object], repeats: int = 15, pause: int = 4_000_000) -> float:
     """Median device time of ``function(i)``; ``pause``: clock cycles the device waits while the host queues."""
-    for number in range(2):
-        function(number)
+    return medians_ms([function], repeats, pause)[0]
+
+
+def medians_ms(
+    functions: Sequence[Callable[[int], object]], repeats: int = 15, pause: int = 4_000_000
+) -> list[float]:
+    """As ``median_ms`` for several functions that take turns, so that clocks and heat are the same for all."""
+    for function in functions:
+        for number in range(2):
+            function(number)
     if not IS_REAL:
-        started = time.perf_counter()
-        function(0)
-        return (time.perf_counter() - started) * 1e3
-    pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        return [_host_ms(function) for function in functions]
+    pairs: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in functions]
     for number in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(pause)
-        begin.record()
-        function(number)
-        end.record()
-        pairs.append((begin, end))
+        for function, found in zip(functions, pairs, strict=True):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            torch.cuda._sleep(pause)
+            begin.record()
+            function(number)
+            end.record()
+            found.append((begin, end))
         if number % 4 == 3:
             torch.cuda.synchronize()
     torch.cuda.synchronize()
-    return float(statistics.median(begin.elapsed_time(end) for begin, end in pairs))
+    return [float(statistics.median(begin.elapsed_time(end) for begin, end in found)) for found in pairs]
+
+
+def _host_ms(function: Callable[[int], object]) -> float:
+    started = time.perf_counter()
+    function(0)
+    return (time.perf_counter() - started) * 1e3
 
 
 def randn(*shape: int, scale: float = 1.0, dtype: torch.dtype = BF16) -> torch.Tensor:
