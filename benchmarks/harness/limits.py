@@ -26,12 +26,14 @@ def measure_limits(device: torch.device, *, quick: bool = False, elements: int |
 
     ``quick``: small sizes, for tests; ``elements``: of the host's arrays (None: 128 Mi, or 256 Ki when quick).
 
-    Keys: ``gemm``; ``h2d``, ``d2h``, ``h2d_both``, ``d2h_both`` (CUDA only); ``host_mix``, ``host_mix_dma``: byte/s;
-    ``advance``, ``advance_dma``, ``peek``, ``update``: parameters/s of the kernels; ``threads``.
+    Keys: ``gemm``; ``gpu_memory``, ``h2d``, ``d2h``, ``h2d_both``, ``d2h_both`` (CUDA only); ``host_mix``,
+    ``host_mix_dma``: byte/s; ``advance``, ``advance_dma``, ``peek``, ``update``: parameters/s of the kernels;
+    ``threads``.
     """
     limits: dict[str, float] = {"gemm": _gemm(device, 256 if quick else 8192)}
     link = None
     if device.type == "cuda":
+        limits["gpu_memory"] = _device_copy(device, 1 << (22 if quick else 31))
         link = _Link(device, 1 << (22 if quick else 29))
         limits |= link.measure()
     limits |= _host(elements or 1 << (18 if quick else 27), link)
@@ -61,6 +63,22 @@ def _gemm(device: torch.device, size: int) -> float:
 
     run()
     return 2.0 * size**3 / _best(run)
+
+
+def _device_copy(device: torch.device, nbytes: int) -> float:
+    source = torch.ones(nbytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+
+    def run() -> float:
+        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        first.record()
+        target.copy_(source)
+        last.record()
+        last.synchronize()
+        return float(first.elapsed_time(last)) / 1e3
+
+    run()
+    return 2.0 * nbytes / _best(run)
 
 
 class _Link:

@@ -52,10 +52,12 @@ class Shape:
     def operations(self, length: int, *, recomputed: float) -> float:
         """Floating-point operations per trained token in sequences of ``length``: 2 per weight and token forward, 4
         backward, causal attention at half of its square, and the forward of the ``recomputed`` share of the layers
-        once more. An embedding look-up is no operation; the head is a matrix product."""
+        once more, but for its last product, whose output no backward needs. An embedding look-up is no operation; the
+        head is a matrix product."""
         layers = self.layers * (2.0 * self.layer_parameters + 2.0 * self.hidden * length)
+        last = self.layers * 2.0 * self.hidden * self.intermediate
         head = 2.0 * self.vocabulary * self.hidden
-        return layers * (3.0 + recomputed) + head * 3.0
+        return layers * 3.0 + (layers - last) * recomputed + head * 3.0
 
 
 SHAPES = {

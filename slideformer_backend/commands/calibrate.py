@@ -32,7 +32,7 @@ def calibrated(machine: Machine, *, quick: bool = False, refresh: bool = False) 
     """
     file = cache_file(machine)
     rates = {} if quick or refresh else load_rates(file)
-    needed = {"gemm", "host"} | ({"h2d", "d2h"} if machine.has_gpu else set())
+    needed = {"gemm", "host"} | ({"gpu_memory", "h2d", "d2h"} if machine.has_gpu else set())
     if not needed <= rates.keys():
         rates = measure(machine, quick=quick)
         if not quick:
@@ -48,7 +48,7 @@ def measure(machine: Machine, *, quick: bool = False) -> dict[str, float]:
     # a CPU takes minutes for the GPU's sizes; its arrays must still be larger than its caches
     elements = None if quick or machine.has_gpu else 1 << 25
     limits = measure_limits(device, quick=quick or not machine.has_gpu, elements=elements)
-    names = {"gemm": "gemm", "h2d": "h2d_both", "d2h": "d2h_both"}
+    names = {"gemm": "gemm", "gpu_memory": "gpu_memory", "h2d": "h2d_both", "d2h": "d2h_both"}
     rates = {name: limits[found] for name, found in names.items() if found in limits}
     return {**rates, "host": limits["advance"] * BYTES["advance"]}
 

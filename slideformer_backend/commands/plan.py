@@ -56,6 +56,7 @@ def parser() -> argparse.ArgumentParser:
     machine.add_argument("--nvme", type=_size, metavar="SIZE", help="free space for spill files")
     machine.add_argument("--nvme-path", metavar="FOLDER", help="folder for spill files on this machine")
     machine.add_argument("--gpu-tflops", type=_rate, metavar="N", help="bf16 TFLOP/s of large matrix products")
+    machine.add_argument("--gpu-bandwidth", type=_size, metavar="SIZE", help="bytes per second of the GPU's memory")
     machine.add_argument("--link", type=_size, metavar="SIZE", help="bytes per second each way, such as 25GB")
     machine.add_argument("--host-bandwidth", type=_size, metavar="SIZE", help="bytes per second of the CPU's memory")
     machine.add_argument("--nvme-bandwidth", type=_size, metavar="SIZE", help="bytes per second, read and written")
@@ -251,6 +252,7 @@ def _machine(options: argparse.Namespace) -> Machine:
     machine = describe_machine(machine, gpu=options.gpu_memory, host=options.host_memory, nvme=options.nvme)
     given = {
         "gemm": options.gpu_tflops and options.gpu_tflops * 1e12,
+        "gpu_memory": options.gpu_bandwidth,
         "h2d": options.link,
         "d2h": options.link,
         "host": options.host_bandwidth,

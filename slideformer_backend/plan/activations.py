@@ -33,8 +33,11 @@ class UnitActivity(NamedTuple):
     Attributes:
         boundary: bytes of its inputs, which wait for its backward.
         saved: bytes that its forward saves for backward when nothing is recomputed, the inputs not counted.
-        peak: most bytes at once in recompute and backward, the inputs, the weights and their gradients not counted.
+        peak: most bytes at once in its backward, the gradient of its output among them; the inputs, the weights and
+            their gradients not counted.
         operations: floating-point operations of the forward.
+        again: those of them that a recompute repeats: it ends with the last tensor that the backward needs, and so
+            leaves a last matrix product out.
         is_estimate: whether all this comes from parameter shapes only.
     """
 
@@ -42,6 +45,7 @@ class UnitActivity(NamedTuple):
     saved: int
     peak: int
     operations: float
+    again: float
     is_estimate: bool = False
 
 
@@ -131,7 +135,7 @@ def observe_units(
     finally:
         for handle in handles:
             handle.remove()
-    return [found.get(id(part.module), UnitActivity(0, 0, 0, 0.0)) for part in parts]
+    return [found.get(id(part.module), UnitActivity(0, 0, 0, 0.0, 0.0)) for part in parts]
 
 
 def estimate_unit(part: Part, tokens: int) -> UnitActivity:
@@ -141,11 +145,11 @@ def estimate_unit(part: Part, tokens: int) -> UnitActivity:
     """
     matrices = [spec for spec in part.specs if len(spec.shape) >= 2]
     if not matrices:
-        return UnitActivity(0, 0, 0, 0.0, True)
+        return UnitActivity(0, 0, 0, 0.0, 0.0, True)
     saved = sum((spec.shape[-1] + spec.shape[-2]) * spec.working.itemsize for spec in matrices)
     boundary = max(spec.shape[-1] * spec.dtype.itemsize for spec in matrices[:1])
-    operations = 2.0 * sum(spec.shape.numel() for spec in matrices)
-    return UnitActivity(boundary * tokens, saved * tokens, saved * tokens * 3 // 2, operations * tokens, True)
+    operations = 2.0 * sum(spec.shape.numel() for spec in matrices) * tokens
+    return UnitActivity(boundary * tokens, saved * tokens, saved * tokens * 3 // 2, operations, operations, True)
 
 
 def _observe(
@@ -156,22 +160,40 @@ def _observe(
     parameters = list(module.parameters())
     drops = [p.register_post_accumulate_grad_hook(_drop) for p in parameters if p.requires_grad]
     live = LiveBytes()
+    again = 0.0
+
+    def done() -> float:
+        return live.operations + extra_operations() - before
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal again
+        again = done()
+        return tensor
+
     try:
         with torch.enable_grad(), live:
             args, kwargs = tree_map(partial(_leaf, boundary), (args, kwargs))
             live.know(args, kwargs, parameters, list(module.buffers()))
             live.live = live.peak = 0
-            output = module.forward(*args, **kwargs)
-            operations = live.operations + extra_operations() - before
+            with torch.autograd.graph.saved_tensors_hooks(note, _same):
+                output = module.forward(*args, **kwargs)
+            operations = done()
             tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
             outputs = sum(leaf.untyped_storage().nbytes() for leaf in tensors[:1])
             saved = max(0, live.live - outputs)
-            del output
-            torch.autograd.backward(tensors, [torch.empty_like(leaf) for leaf in tensors])
+            edges = [torch.autograd.graph.get_gradient_edge(leaf) for leaf in tensors]
+            gradients = [torch.empty_like(leaf) for leaf in tensors]
+            del output, tensors  # a recompute does not come to its output
+            live.peak = live.live
+            torch.autograd.backward(edges, gradients)
     finally:
         for drop in drops:
             drop.remove()
-    return UnitActivity(boundary, saved, live.peak, operations)
+    return UnitActivity(boundary, saved, live.peak, operations, again)
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _drop(parameter: torch.Tensor) -> None:

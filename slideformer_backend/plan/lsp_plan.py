@@ -241,15 +241,16 @@ def _time(request: Request, terms: Terms, ledger: LspLedger, sums_away: int) -> 
     if load is None or not request.activity:
         return None
     rates, count = request.machine.rates, load.accumulate
-    forward = sum(unit.operations for unit in request.activity)
     head = head_operations(request)
+    forward = sum(unit.operations for unit in request.activity) + head
+    again = sum(unit.again for unit in request.activity)
     leaves = request.choices.activations in ("host", "nvme")
     inputs = sum(unit.boundary for unit in request.activity[:-KEPT_INPUTS]) if leaves else 0
     filed = inputs if request.choices.activations == "nvme" else 0
     edges = 0 if terms.edges_update_on_device else sum(update_bytes(part, terms) for part in parts.edges)
     elements = ledger.host_moments // (4 * terms.moments) if terms.moments else 0
     amounts = {
-        "compute": ((3 * (forward + head) + forward) * count, rates.get("gemm", 0.0) * GEMM_SHARE),
+        "compute": ((3 * forward + again) * count, rates.get("gemm", 0.0) * GEMM_SHARE),
         "h2d": (
             ledger.core_bytes + ledger.edge_bytes + (count - 1) * sums_away + count * inputs,
             rates.get("h2d", 0.0),
@@ -274,6 +275,7 @@ def _time(request: Request, terms: Terms, ledger: LspLedger, sums_away: int) -> 
         out, back = filed / rates["nvme_write"], filed / rates["nvme_read"]
         resources["nvme"] = count * (out + back)
     work = Work(load.tokens, count, head, leaving=inputs, filed=filed)
-    found = combine(resources, forward + head, forward, parts.sliding, work, terms, (out, back))
+    one_forward = resources["compute"] / count * forward / (3 * forward + again)
+    found = combine(resources, one_forward, parts.sliding, work, terms, (out, back))
     total = found.total + resources["h2d"] / max(1, len(parts.sliding))  # the first unit's update comes back last
     return found._replace(total=total, tokens_per_second=load.tokens * count / total if total else 0.0)

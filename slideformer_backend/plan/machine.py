@@ -22,13 +22,16 @@ SYSTEM_BYTES = 2 << 30
 
 RATE_UNITS = {
     "gemm": "FLOP/s of large bf16 matrix products",
+    "gpu_memory": "byte/s of the GPU's memory, read and written",
     "h2d": "byte/s from pinned host memory to the GPU, while the other direction is busy",
     "d2h": "byte/s from the GPU to pinned host memory, while the other direction is busy",
     "host": "byte/s of the CPU optimizer's own mix of reads and writes",
     "nvme_read": "byte/s read from the NVMe folder",
     "nvme_write": "byte/s written to the NVMe folder",
 }
-ASSUMED = {"gemm": 150e12, "h2d": 22e9, "d2h": 22e9, "host": 50e9, "nvme_read": 6e9, "nvme_write": 5e9}
+ASSUMED = {
+    "gemm": 150e12, "gpu_memory": 0.9e12, "h2d": 22e9, "d2h": 22e9, "host": 50e9, "nvme_read": 6e9, "nvme_write": 5e9,
+}  # fmt: skip
 """Rates of a machine that is only described: a consumer GPU of the RTX 4090's class behind PCIe 4.0 x16, two channels
 of DDR5, one PCIe 4.0 drive."""
 
@@ -106,7 +109,7 @@ def describe_machine(
     dropped: set[str] = set()
     machine = base
     if gpu is not None:
-        dropped |= {"gemm", "h2d", "d2h"}
+        dropped |= {"gemm", "gpu_memory", "h2d", "d2h"}
         machine = replace(machine, name="described", gpu_total=gpu, gpu_free=max(0, gpu - CONTEXT_BYTES))
     if host is not None:
         dropped |= {"host"}

@@ -238,7 +238,8 @@ def activation_bytes(
         part.layout.gradient_bytes if number in resident else 0 for number, part in enumerate(request.parts.sliding)
     ]
     held = sum(waiting)
-    worst = held + head_bytes(request)
+    # beside the loss: what the final norm keeps, and the gradient of its output
+    worst = held + head_bytes(request) + 2 * largest
     done = 0
     for number in reversed(range(len(activity))):
         unit = activity[number]
@@ -246,10 +247,10 @@ def activation_bytes(
         held -= waiting[number]
         done += gradients[number]
     if load.accumulate > 1:
-        worst = max(worst, sum(waiting) + head_bytes(request) + done)  # gradients of the micro-batch before stay
-    # Beside all that: the gradient of the residual stream and what the final norm keeps; elsewhere than on the device,
-    # boundaries pass through it, one used, one arriving.
-    return Activations(max(worst, done) + (4 if on_host else 2) * largest, on_host, on_nvme)
+        # gradients of the micro-batch before stay
+        worst = max(worst, sum(waiting) + head_bytes(request) + 2 * largest + done)
+    # elsewhere than on the device, boundaries pass through it, one used, one arriving
+    return Activations(max(worst, done) + (2 * largest if on_host else 0), on_host, on_nvme)
 
 
 def head_bytes(request: Request) -> int:

@@ -15,9 +15,9 @@ import torch
 
 from .machine import Machine
 
-CACHED = ("gemm", "h2d", "d2h", "host")
+CACHED = ("gemm", "gpu_memory", "h2d", "d2h", "host")
 """Rates of the machine. Those of a drive belong to a folder and are measured each time."""
-VERSION = 1
+VERSION = 2
 """Of what is measured and how; a change makes earlier files count no more."""
 
 

@@ -56,6 +56,7 @@ def scaled(activity: Sequence[UnitActivity], share: float) -> tuple[UnitActivity
             saved=int(unit.saved * share),
             peak=int(unit.peak * share),
             operations=unit.operations * share,
+            again=unit.again * share,
         )
         for unit in activity
     )

@@ -13,9 +13,9 @@ from .activations import UnitActivity
 from .ledger import Terms, filed_parts, spillable_bytes, spilled_parts
 from .partition import Part, Partition
 
-GEMM_SHARE = 0.82
+GEMM_SHARE = 0.74
 """Operations per second of whole layers (norms, attention and element-wise work included) over those of one large
-matrix product. Measured with recompute counted: 0.78 at 3B with 8 sequences, 0.82 with 32, 0.87 at 8B."""
+matrix product. Measured: 0.68 at 3B with 8 sequences of 1,024, 0.73 with 32, 0.80 at 8B."""
 HOST_SHARE = 0.85
 """The CPU update's rate while the GPU copies both ways and the main thread runs, over its rate alone."""
 
@@ -54,10 +54,12 @@ def step_time(
 ) -> StepTime | None:
     """The prediction; None when a rate that it needs is not known."""
     sliding = [part for number, part in enumerate(parts.sliding) if number not in terms.resident]
+    on_device = [part for number, part in enumerate(parts.sliding) if number in terms.resident]
+    on_device += parts.edges if terms.edges_update_on_device else ()
     spilled = spilled_parts(parts, terms)
     on_host = [*sliding, *(() if terms.edges_update_on_device else parts.edges)]
     forward = sum(unit.operations for unit in activity) + work.head
-    again = sum(unit.operations for number, unit in enumerate(activity) if number not in work.kept)
+    again = sum(unit.again for number, unit in enumerate(activity) if number not in work.kept)
     weights = sum(part.layout.weight_bytes for part in sliding)
     gradients = sum(part.layout.gradient_bytes for part in on_host)
     held = sum(sorted((part.layout.weight_bytes for part in sliding), reverse=True)[: terms.prefetch + 2 + terms.slots])
@@ -78,6 +80,11 @@ def step_time(
         if amount and not rate:
             return None
         resources[name] = amount / rate if amount else 0.0
+    one_forward = resources["compute"] / count * forward / (3 * forward + again) if forward else 0.0
+    touched = sum(device_update_bytes(part, terms) for part in on_device)
+    if touched and not rates.get("gpu_memory"):
+        return None
+    resources["compute"] += touched / rates["gpu_memory"] if touched else 0.0
     out = back = 0.0
     reads, writes = _weight_bytes(parts, terms, count, held / weights if weights else 1.0)
     if states or reads or work.filed:
@@ -87,7 +94,7 @@ def step_time(
         out, back = work.filed / rates["nvme_write"], work.filed / rates["nvme_read"]
         read, write = (states + reads) / rates["nvme_read"], (states + writes) / rates["nvme_write"]
         resources["nvme"] = read + write + count * (out + back)
-    return combine(resources, forward, again, sliding, work, terms, (out, back))
+    return combine(resources, one_forward, sliding, work, terms, (out, back))
 
 
 def _weight_bytes(parts: Partition, terms: Terms, count: int, held: float) -> tuple[int, int]:
@@ -118,10 +125,20 @@ def update_bytes(part: Part, terms: Terms) -> int:
     return int(total)
 
 
+def device_update_bytes(part: Part, terms: Terms) -> int:
+    """Bytes that norm and update of one unit read and write on the device, where states are fp32 (30 per parameter of a
+    bf16 model)."""
+    total = 0
+    for spec in part.specs:
+        if spec.is_trainable:
+            weights = 0 if spec.dtype.itemsize == 4 else spec.dtype.itemsize
+            total += spec.shape.numel() * (8 + 8 * terms.moments + 2 * spec.dtype.itemsize + weights)
+    return total
+
+
 def combine(
     resources: dict[str, float],
-    forward: float,
-    again: float,
+    one_forward: float,
     sliding: Sequence[Part],
     work: Work,
     terms: Terms,
@@ -131,8 +148,7 @@ def combine(
 
     Args:
         resources: seconds of a step by name, "compute", "h2d", "d2h" and "host" at least.
-        forward: operations of the forward of a micro-batch.
-        again: those of them that are recomputed.
+        one_forward: seconds of the forward of a micro-batch.
         sliding: the units with updates on the host.
         work: the step's shape.
         terms: what was decided.
@@ -140,11 +156,11 @@ def combine(
     """
     count = work.micro_batches
     compute = resources["compute"]
-    one_forward = compute / count * forward / (3 * forward + again) if forward else 0.0
     # Updates begin with the last micro-batch's backward and end before the next forward reaches their units.
+    reaching = one_forward * len(sliding) / max(1, len(sliding) + len(terms.resident))
     chains = {
         **resources,
-        "host": compute * (count - 1) / count + one_forward + resources["host"] if resources["host"] else 0.0,
+        "host": compute * (count - 1) / count + reaching + resources["host"] if resources["host"] else 0.0,
     }
     if work.filed:  # written beside the forward only, and read beside the backward only
         phases = max(one_forward, inputs[0]) + max(compute / count - one_forward, inputs[1])

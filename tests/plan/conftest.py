@@ -9,7 +9,10 @@ from slideformer_backend.plan.host_budget import HostBudget
 from slideformer_backend.plan.machine import Machine
 
 GIB = 1 << 30
-H200 = {"gemm": 750e12, "h2d": 49e9, "d2h": 49e9, "host": 3.5e9 * 30, "nvme_read": 6e9, "nvme_write": 5e9}
+H200 = {
+    "gemm": 750e12, "gpu_memory": 4.2e12, "h2d": 49e9, "d2h": 49e9, "host": 3.5e9 * 30,
+    "nvme_read": 6e9, "nvme_write": 5e9,
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,8 @@ import json
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from slideformer_backend.integrations.meta_model import attention_operations, load_meta
 from slideformer_backend.plan.activations import LiveBytes, estimate_unit, observe_units
@@ -47,6 +49,25 @@ def test_saved_bytes_are_those_of_autograd(dtype):
     assert all(parameter.grad is None for parameter in meta.parameters())
 
 
+def test_a_recompute_repeats_what_torch_repeats():
+    """Operations that a checkpointed backward runs beyond a plain one, counted on data."""
+
+    def counted(run):
+        block, hidden = Net(width=48, layers=3, vocabulary=50).layers[0], torch.randn(4, 16, 48, requires_grad=True)
+        with FlopCounterMode(display=False) as counter:
+            run(block, hidden).sum().backward()
+        return counter.get_total_flops()
+
+    plain = counted(lambda block, hidden: block(hidden))
+    again = counted(lambda block, hidden: checkpoint(block, hidden, use_reentrant=False)) - plain
+    with torch.device("meta"):
+        meta = Net(width=48, layers=3, vocabulary=50)
+    tokens = torch.zeros(4, 16, dtype=torch.long, device="meta")
+    found = observe_units(meta, partition(meta).sliding, lambda: meta(tokens), lambda: 0.0)
+    assert {unit.again for unit in found} == {again}
+    assert 0 < again < found[0].operations
+
+
 def test_live_bytes_return_to_zero():
     live = LiveBytes()
     with live:
@@ -71,6 +92,7 @@ def test_a_3b_layer_keeps_what_was_measured(described):
     # 2 operations per weight, and causal attention at half of its square
     expected = 32768 * (2 * sum(spec.shape.numel() for spec in parts.sliding[0].specs) + 2 * 3072 * 1024)
     assert activity[0].operations == pytest.approx(expected, rel=0.001)
+    assert activity[0].operations - activity[0].again == 32768 * 2 * 3072 * 8192
 
 
 def test_layers_that_run_their_own_code_keep_more(described):

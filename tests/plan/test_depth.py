@@ -31,7 +31,7 @@ def test_the_least_of_time_waits_memory_and_units_counts(expected, changed):
 
 
 def test_a_plan_reads_further_ahead_where_the_drive_is_behind_and_memory_is_left(request_for, machine):
-    slow = {"gemm": 750e12, "h2d": 49e9, "d2h": 49e9, "host": 3.5e9 * 30, "nvme_read": 200e9, "nvme_write": 60e9}
+    slow = {**machine().rates, "nvme_read": 200e9, "nvme_write": 60e9}
     on = machine(host=400 * GIB, nvme=4000 * GIB, rates=slow)
     choices = {"optimizer_states": "nvme", "weights": "nvme"}
     plan = make_plan(request_for("llama-8b", 8, on=on, **choices))

@@ -34,7 +34,7 @@ def test_a_described_machine_has_no_rates_of_this_one(machine):
     assert found.gpu_total == 8 << 30
     assert found.gpu_free < found.gpu_total
     assert found.rates == {"host": base.rates["host"]}
-    assert describe_machine(base, host=64 << 30).rates.keys() == {"gemm", "h2d", "d2h", "nvme_read", "nvme_write"}
+    assert describe_machine(base, host=64 << 30).rates.keys() == base.rates.keys() - {"host"}
     filled = found.with_rates(ASSUMED, "assumed")
     assert filled.sources["gemm"] == "assumed"
     assert filled.sources["host"] == "given"

@@ -108,9 +108,12 @@ def test_given_rates_decide_the_step(plan):
     def seconds(*rates):
         return json.loads(plan("llama-1b", "--batch", 8, *DESCRIBED, *rates, "--json")[1])["step"]
 
-    slow, fast = seconds("--gpu-tflops", 10), seconds("--gpu-tflops", 1000, "--link", "200GB")
+    wide = ("--gpu-bandwidth", "1000000GB", "--link", "200GB")  # updates on the GPU take no time
+    slow, fast = seconds("--gpu-tflops", 10, *wide), seconds("--gpu-tflops", 1000, *wide)
     assert slow["bottleneck"] == "compute"
-    assert slow["resources"]["compute"] == pytest.approx(100 * fast["resources"]["compute"])
+    assert slow["resources"]["compute"] == pytest.approx(100 * fast["resources"]["compute"], rel=1e-3)
+    narrow = seconds("--gpu-tflops", 1000, "--gpu-bandwidth", "1GB")
+    assert narrow["resources"]["compute"] > 1.0 + fast["resources"]["compute"]
     assert slow["seconds"] > fast["seconds"]
 
 

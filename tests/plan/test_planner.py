@@ -228,7 +228,7 @@ def test_what_helps_where_boundaries_do_not_fit(request_for, machine):
             assert not make_plan(change.request).shortages, change.text
         return plan, [change.settings.get("activations") for change in found], [change.text for change in found]
 
-    gpu, host = 60 * GIB, 200 * GIB
+    gpu, host = 58 * GIB, 200 * GIB
     plan, named, _ = changes(on=machine(gpu=gpu, host=host, nvme=500 * GIB), activations="gpu")
     assert set(plan.shortages) == {"gpu"}
     assert {"host", "nvme"} <= set(named)
