@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from slideformer_backend.kernels import twins
 from slideformer_backend.kernels.rms_norm_backward import NormConfig, backward_config, launch_backward
-from slideformer_backend.kernels.runtime import as_rows, limits_registers, on_device_of, runs_triton, tl, triton
+from slideformer_backend.kernels.runtime import as_rows, on_device_of, runs_triton, tl, triton
 
 __all__ = [
     "NormConfig",
@@ -23,8 +23,6 @@ __all__ = [
 ]
 
 _WIDEST = 65536
-_REGISTERS = 48
-"""Of a thread that holds 16 elements of a row."""
 
 
 @triton.jit
@@ -43,28 +41,29 @@ def rms_norm_forward_kernel(
     offset: tl.tensor,
     HAS_RESIDUAL: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
-    STREAMS: tl.constexpr,
+    FULL: tl.constexpr,
+    EARLY: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """ROWS rows per program; outputs are contiguous.
 
-    STREAMS: the weight is read before the row's sum is known, and ``x`` and ``y`` make way first in the cache.
+    FULL: a row has BLOCK elements, so that nothing is masked.
     """
     if ROWS == 1:  # vectors: as a tile, a row of 3,072 takes 6 % longer on an H200
         row = tl.program_id(0).to(tl.int64)
         column = tl.arange(0, BLOCK)
-        inside = column < columns
+        inside = None if FULL else column < columns
     else:
         row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
         column = tl.arange(0, BLOCK)[None, :]
         inside = (row < rows) & (column < columns)
-    evict: tl.constexpr = "evict_first" if STREAMS else ""
-    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0, eviction_policy=evict)
-    if HAS_WEIGHT and STREAMS:  # under way while the row is reduced
-        weight = tl.load(weight_ptr + column, mask=column < columns, other=0.0)
+    other: tl.constexpr = None if FULL else 0.0
+    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=other)
+    if HAS_WEIGHT and EARLY:  # under way while the row is reduced
+        weight = tl.load(weight_ptr + column, mask=None if FULL else column < columns, other=other)
     if HAS_RESIDUAL:
-        residual = tl.load(residual_ptr + row * residual_stride + column, mask=inside, other=0.0)
+        residual = tl.load(residual_ptr + row * residual_stride + column, mask=inside, other=other)
         # the sum is rounded to the dtype of the stream, as the model's own addition is
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + row * columns + column, x, mask=inside)
@@ -79,11 +78,10 @@ def rms_norm_forward_kernel(
         y = x * rstd[:, None]
         tl.store(rstd_ptr + lane, rstd, mask=lane < rows)
     if HAS_WEIGHT:
-        if not STREAMS:
-            weight = tl.load(weight_ptr + column, mask=column < columns, other=0.0)
+        if not EARLY:
+            weight = tl.load(weight_ptr + column, mask=None if FULL else column < columns, other=other)
         y = y * (weight.to(tl.float32) + offset)
-    through: tl.constexpr = ".cs" if STREAMS else ""
-    tl.store(y_ptr + row * columns + column, y.to(y_ptr.dtype.element_ty), mask=inside, cache_modifier=through)
+    tl.store(y_ptr + row * columns + column, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 def forward_config(columns: int) -> NormConfig:
@@ -149,11 +147,7 @@ def launch_forward(
         return stream, y, rstd
     config = config or forward_config(columns)
     block = triton.next_power_of_2(columns)
-    # measured on an H200: 2 % for rows that fill their program, but a loss with idle lanes and with a residual
-    streams = residual is None and config.rows == 1 and columns == block
-    # and 1 % where more programs share a multiprocessor's registers
-    is_light = block <= 512 * config.warps
-    limits = {"maxnreg": _REGISTERS} if streams and is_light and limits_registers(x) else {}
+    is_full = config.rows == 1 and columns == block
     with on_device_of(x):
         rms_norm_forward_kernel[(triton.cdiv(rows, config.rows),)](
             x,
@@ -170,11 +164,11 @@ def launch_forward(
             offset,
             HAS_RESIDUAL=residual is not None,
             HAS_WEIGHT=weight is not None,
-            STREAMS=streams,
+            FULL=is_full,
+            EARLY=is_full and residual is None,
             ROWS=config.rows,
             BLOCK=block,
             num_warps=config.warps,
-            **limits,
         )
     return stream, y, rstd
 

@@ -29,7 +29,7 @@ except ImportError:  # other platforms: the kernel files must still import, thei
     triton = _Absent()
     tl = _Absent()
 
-__all__ = ["HAS_TRITON", "as_rows", "limits_registers", "on_device_of", "processors", "runs_triton", "tl", "triton"]
+__all__ = ["HAS_TRITON", "as_rows", "on_device_of", "processors", "runs_triton", "tl", "triton"]
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on")
 
@@ -54,12 +54,6 @@ def processors(tensor: torch.Tensor) -> int:
     if tensor.device.type != "cuda":
         return 2
     return torch.cuda.get_device_properties(tensor.device).multi_processor_count
-
-
-def limits_registers(tensor: torch.Tensor) -> bool:
-    """Whether Triton takes ``maxnreg`` as a launch option for the device of ``tensor``: NVIDIA's back end has it, AMD's
-    does not."""
-    return tensor.device.type == "cuda" and torch.version.hip is None
 
 
 def as_rows(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,8 @@ TOKENS = 32768 if IS_REAL else 8
 VOCABULARY = 128256 if IS_REAL else 640
 BF16 = torch.bfloat16
 START = time.perf_counter()
+TURN = 4
+"""Calls in a row of one of the functions that are compared."""
 
 
 @dataclass
@@ -98,24 +100,26 @@ def median_ms(function: Callable[[int], object], repeats: int = 15, pause: int =
 def medians_ms(
     functions: Sequence[Callable[[int], object]], repeats: int = 15, pause: int = 4_000_000
 ) -> list[float]:
-    """As ``median_ms`` for several functions that take turns, so that clocks and heat are the same for all."""
+    """As ``median_ms`` for several functions that take turns, so that clocks and heat are the same for all. A turn is
+    several calls, the first of them not counted: each function then meets in the cache what it leaves there itself, and
+    pays for writing that back."""
     for function in functions:
         for number in range(2):
             function(number)
     if not IS_REAL:
         return [_host_ms(function) for function in functions]
     pairs: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in functions]
-    for number in range(repeats):
+    for start in range(0, repeats, TURN):
         for function, found in zip(functions, pairs, strict=True):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            torch.cuda._sleep(pause)
-            begin.record()
-            function(number)
-            end.record()
-            found.append((begin, end))
-        if number % 4 == 3:
+            function(start + 1)
+            for number in range(start, min(start + TURN, repeats)):
+                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                torch.cuda._sleep(pause)
+                begin.record()
+                function(number)
+                end.record()
+                found.append((begin, end))
             torch.cuda.synchronize()
-    torch.cuda.synchronize()
     return [float(statistics.median(begin.elapsed_time(end) for begin, end in found)) for found in pairs]
 
 
