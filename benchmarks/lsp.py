@@ -45,6 +45,7 @@ def parse(given: list[str] | None = None) -> argparse.Namespace:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cache", type=Path, help="folder that benchmarks/finetune/fetch.py has filled")
+    parser.add_argument("--text", type=Path, help="folder of Python sources to train on instead of HumanEval")
     parser.add_argument("--model", type=Path, help="another model folder")
     parser.add_argument("--shape", choices=SHAPES, help="random weights and tokens instead: for time, not for loss")
     parser.add_argument("--layers", type=int, help="cut the model to its first layers, for machines without a GPU")

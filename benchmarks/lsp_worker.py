@@ -51,6 +51,17 @@ def _slow(submit: Callable[..., Any], rate: float) -> Callable[..., Any]:
     return slowly
 
 
+def texts(args: argparse.Namespace, name: str) -> list[str]:
+    """The texts of a split: HumanEval, or the sources in ``--text``, of which every tenth is held out."""
+    if args.text is None:
+        lines = (args.cache / "human-eval" / f"{name}.jsonl").read_text().splitlines()
+        return [json.loads(line)["text"] for line in lines]
+    files = sorted(args.text.glob("*.py"))
+    if len(files) < 10:
+        raise SystemExit(f"{args.text} has {len(files)} Python sources; ten are the least")
+    return [file.read_text(errors="replace") for n, file in enumerate(files) if (n % 10 == 9) == (name == "test")]
+
+
 def tokens(args: argparse.Namespace, name: str) -> torch.Tensor:
     """The texts of a split, one after another: int64 [rows, length]."""
     if args.shape:
@@ -59,9 +70,7 @@ def tokens(args: argparse.Namespace, name: str) -> torch.Tensor:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(args.model or args.cache / "smollm2-135m")
-    lines = (args.cache / "human-eval" / f"{name}.jsonl").read_text().splitlines()
-    text = "\n".join(json.loads(line)["text"] for line in lines)
-    ids = torch.tensor(tokenizer(text).input_ids)
+    ids = torch.tensor(tokenizer("\n".join(texts(args, name))).input_ids)
     rows = len(ids) // args.length
     return ids[: rows * args.length].view(rows, args.length)
 

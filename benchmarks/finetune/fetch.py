@@ -5,6 +5,7 @@ python fetch.py CACHE    ->  CACHE/smollm2-135m (safetensors, bf16), CACHE/human
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import hashlib
 import json
@@ -118,4 +119,6 @@ def main(cache: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cache", type=Path, help="folder to fill")
+    main(parser.parse_args().cache)
