@@ -13,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..errors import UnsupportedError
-from ..optim.numba_kernels import warm_up
+from ..optim.numba_kernels import warm_up, warm_up_zero
 from ..optim.rules import rule_for
 from .guard import drop_gradient
 from .unit import ONE, Entry, ParamRecord
@@ -151,6 +151,9 @@ class Binding:
         for record in records:
             if self.rule is not None and record.group is not None:
                 states = len(self.rule.states_used(record.group))
+                if record.core is not None:
+                    warm_up_zero(self.rule, record.core.kind, states=states)
+                    continue
                 warm_up(self.rule, record.gradient_kind, record.weight_kind, update, states=states)
 
     def run_on(self, parameters: Sequence[torch.Tensor]) -> None:

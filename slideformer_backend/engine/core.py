@@ -134,36 +134,36 @@ class CoreArithmetic:
 
     def __init__(self, workers: WorkerPool) -> None:
         self._workers = workers
-        self._zeros = np.zeros(0, np.float32)
-        self._scratch = np.zeros(0, np.float32)
-
-    def reserve(self, elements: int) -> None:
-        """Cores of up to ``elements`` will come. Called while the update lane is idle."""
-        if elements > self._zeros.size:
-            self._zeros, self._scratch = np.zeros(elements, np.float32), np.zeros(elements, np.float32)
 
     def peek(self, core: Core, entry: Entry) -> None:
         """``core.update`` becomes the update; moments stay."""
-        arrays = _Arrays.of(core, entry)
+        rule, names, scalars, c = entry
+        states, gradient, update, kind = *_arrays(core, names), core.kind
 
         def on_slice(part: slice) -> None:
-            states, gradient = arrays.cut(part)
-            kernels.peek(
-                entry.rule, self._zeros[part], states, gradient, core.kind, entry.coefficient, entry.scalars,
-                arrays.update[part], core.kind,
-            )  # fmt: skip
+            held = tuple(state[part] for state in states)
+            kernels.peek_zero(rule, held, gradient[part], kind, c, scalars, update[part], kind)
 
         self._run(on_slice, core.numel)
 
     def commit(self, core: Core, entry: Entry) -> None:
         """Moments after the update."""
-        arrays = _Arrays.of(core, entry)
+        rule, names, scalars, c = entry
+        states, gradient, _ = _arrays(core, names)
 
         def on_slice(part: slice) -> None:
-            states, gradient = arrays.cut(part)
-            scratch = self._scratch[part]
-            scratch.fill(0.0)
-            kernels.commit(entry.rule, scratch, states, gradient, core.kind, entry.coefficient, entry.scalars)
+            kernels.commit_zero(rule, tuple(state[part] for state in states), gradient[part], core.kind, c, scalars)
+
+        self._run(on_slice, core.numel)
+
+    def update(self, core: Core, entry: Entry) -> None:
+        """``peek`` and ``commit`` in one pass over memory."""
+        rule, names, scalars, c = entry
+        states, gradient, update, kind = *_arrays(core, names), core.kind
+
+        def on_slice(part: slice) -> None:
+            held = tuple(state[part] for state in states)
+            kernels.update_zero(rule, held, gradient[part], kind, c, scalars, update[part], kind)
 
         self._run(on_slice, core.numel)
 
@@ -182,18 +182,10 @@ class CoreArithmetic:
         )
 
 
-class _Arrays(NamedTuple):
-    states: tuple[np.ndarray, ...]
-    gradient: np.ndarray
-    update: np.ndarray
-
-    @classmethod
-    def of(cls, core: Core, entry: Entry) -> _Arrays:
-        states = tuple(numpy_view(core.moment(name).view(-1)) for name in entry.states)
-        return cls(states, _array(core, core.gradient), _array(core, core.update))
-
-    def cut(self, part: slice) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
-        return tuple(state[part] for state in self.states), self.gradient[part]
+def _arrays(core: Core, names: Sequence[str]) -> tuple[tuple[np.ndarray, ...], np.ndarray, np.ndarray]:
+    """Moments, gradient and update of a core, flat."""
+    states = tuple(numpy_view(core.moment(name).view(-1)) for name in names)
+    return states, _array(core, core.gradient), _array(core, core.update)
 
 
 def _array(core: Core, slab: Slab) -> NDArray[Any]:

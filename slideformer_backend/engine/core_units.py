@@ -75,7 +75,6 @@ class CoreUnits(DeviceUnits):
             shape = tuple(record.spec.shape)
             if is_compressed(shape, self.settings):
                 record.core = self._projectors.make(record, shape)
-                self._arithmetic.reserve(record.core.numel)
                 self._sums.expect(record)
 
     # -- gradients -------------------------------------------------------------------------------------------------
@@ -281,21 +280,19 @@ class CoreUnits(DeviceUnits):
     def _step(self, record: ParamRecord, core: Core, entry: Entry) -> None:
         self.present(record)
         wanted = self._entry_of_core(record, entry)
-        if core.predicted != wanted:
+        if core.predicted == wanted:
+            run = partial(self._arithmetic.commit, core, wanted.entry)
+            self._operate(
+                core, f"commit of {core.name}", run, reads=(core.gradient,), writes=tuple(core.states.values())
+            )
+        else:
             self._policy.repairs += core.predicted is not None
-            self._send_update(core, wanted)
+            self._send_update(core, wanted, commits=True)
         arriving, sent = core.arriving, core.sent
         core.predicted = core.arriving = None
         if arriving is not None and sent is not None:
             seed = (record.steps * 1_000_003 + core.number) & 0x7FFFFFFF
             core.ready = Ready(*arriving, sent, wanted.decay, seed)
-        self._operate(
-            core,
-            f"commit of {core.name}",
-            partial(self._arithmetic.commit, core, wanted.entry),
-            reads=(core.gradient,),
-            writes=tuple(core.states.values()),
-        )
         record.steps += 1
         torch.autograd.graph.increment_version(plain(record.parameter))  # a graph from before the step is stale
 
@@ -303,16 +300,18 @@ class CoreUnits(DeviceUnits):
         binding, group = record.binding, record.group
         if binding is not None and binding.rule is not None and group is not None:
             core.predicted = self._entry_of_core(record, binding.entry(record, ONE))
-            self._send_update(core, core.predicted)
+            self._send_update(core, core.predicted, commits=False)
 
-    def _send_update(self, core: Core, wanted: CoreEntry) -> None:
-        backend = self._backend
+    def _send_update(self, core: Core, wanted: CoreEntry, *, commits: bool) -> None:
+        """Compute the update and send it; ``commits``: the step counts already, moments follow in the same pass."""
+        backend, moments = self._backend, tuple(core.states.values())
+        run = self._arithmetic.update if commits else self._arithmetic.peek
         self._operate(
             core,
             f"update of {core.name}",
-            partial(self._arithmetic.peek, core, wanted.entry),
-            reads=(core.gradient, *core.states.values()),
-            writes=(core.update,),
+            partial(run, core, wanted.entry),
+            reads=(core.gradient,) if commits else (core.gradient, *moments),
+            writes=(core.update, *moments) if commits else (core.update,),
             is_ahead=True,
         )
         update = torch.empty(core.projector.core_shape, dtype=core.dtype, device=backend.device)

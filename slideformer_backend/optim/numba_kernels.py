@@ -1,4 +1,5 @@
-"""The CPU kernels: numpy slices in, updated in place. The torch twins have the same names and give the same bits.
+"""The CPU kernels: numpy slices in, updated in place. The torch twins have the same names and give the same bits
+(those of ``*_zero`` are the twins without it, given zeros).
 
 bf16 and fp16 arrays are uint16 bits, fp32 arrays float32; all 1-D, contiguous, equally long, not overlapping.
 """
@@ -19,15 +20,26 @@ from slideformer_backend.optim.numba_convert import (
     sum_squares,
     widen,
 )
-from slideformer_backend.optim.numba_update import advance, commit, peek, update, update_split
+from slideformer_backend.optim.numba_update import (
+    advance,
+    commit,
+    commit_zero,
+    peek,
+    peek_zero,
+    update,
+    update_split,
+    update_zero,
+)
 from slideformer_backend.optim.rules import GradientKind, Rule, WeightKind
 
 __all__ = [
     "abs_max",
     "advance",
     "commit",
+    "commit_zero",
     "join",
     "peek",
+    "peek_zero",
     "reconcile",
     "reconcile_split",
     "round_into",
@@ -36,7 +48,9 @@ __all__ = [
     "sum_squares",
     "update",
     "update_split",
+    "update_zero",
     "warm_up",
+    "warm_up_zero",
     "widen",
 ]
 
@@ -75,3 +89,11 @@ def warm_up(
         numba_convert.kernels(name, g_kind)
     if not g_kind.endswith("_as_fp32"):
         numba_convert.kernels("scale", g_kind)
+
+
+def warm_up_zero(rule: Rule, kind: WeightKind, *, states: int) -> None:
+    """As ``warm_up``, for what ``strategy: lsp`` runs on cores of ``kind``."""
+    numba_update.kernels("commit_zero", rule.name, states, kind)
+    for name in ("peek_zero", "update_zero"):
+        numba_update.kernels(name, rule.name, states, kind, kind)
+    numba_convert.kernels("scale", kind)

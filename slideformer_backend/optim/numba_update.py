@@ -94,6 +94,35 @@ def update_split(
     kernels("update_split", rule.name, len(states), g_kind)(hi, lo, states, g, np.float32(c), s)
 
 
+def peek_zero(
+    rule: Rule, states: States, g: Array, g_kind: GradientKind, c: np.float32, s: Scalars, w: Array, w_kind: WeightKind
+) -> None:
+    """:func:`peek` for p = 0, which is no array: w becomes the update itself."""
+    _check_zero(states, g, g_kind)
+    check(w, w_kind, g.size, "w")
+    kernels("peek_zero", rule.name, len(states), g_kind, w_kind)(states, g, np.float32(c), s, w)
+
+
+def commit_zero(rule: Rule, states: States, g: Array, g_kind: GradientKind, c: np.float32, s: Scalars) -> None:
+    """:func:`commit` for p = 0, which is no array: states alone are updated."""
+    _check_zero(states, g, g_kind)
+    kernels("commit_zero", rule.name, len(states), g_kind)(states, g, np.float32(c), s)
+
+
+def update_zero(
+    rule: Rule, states: States, g: Array, g_kind: GradientKind, c: np.float32, s: Scalars, w: Array, w_kind: WeightKind
+) -> None:
+    """:func:`peek_zero` and :func:`commit_zero` in one pass over memory."""
+    _check_zero(states, g, g_kind)
+    check(w, w_kind, g.size, "w")
+    kernels("update_zero", rule.name, len(states), g_kind, w_kind)(states, g, np.float32(c), s, w)
+
+
+def _check_zero(states: States, g: Array, g_kind: GradientKind) -> None:
+    check(g, g_kind, g.size, "gradient")
+    check_fp32(g.size, states)
+
+
 def _check(p: Array, states: States, g: Array, g_kind: GradientKind) -> None:
     check_fp32(p.size, (p, *states))
     check(g, g_kind, p.size, "gradient")
@@ -212,11 +241,54 @@ def _build_split_update(name: str, count: int, g_kind: str) -> Built:
     return kernel, types.void(U16, U16, *_step_types(name, count, g_kind))
 
 
+_ZERO = np.float32(0.0)
+
+
+def _build_peek_zero(name: str, count: int, g_kind: str, w_kind: str) -> Built:
+    apply, read, _ = _rule(name, count)
+    gradient, store = scaled_load(g_kind), STORAGE[w_kind].store
+
+    def kernel(states: Numba, g: Numba, c: Numba, s: Numba, w: Numba) -> None:
+        for i in range(g.size):
+            step, _ = apply(_ZERO, read(states, i), gradient(g[i], c), s)
+            w[i] = store(step)
+
+    return kernel, types.void(*_step_types(name, count, g_kind), array_type(w_kind))
+
+
+def _build_commit_zero(name: str, count: int, g_kind: str) -> Built:
+    apply, read, write = _rule(name, count)
+    gradient = scaled_load(g_kind)
+
+    def kernel(states: Numba, g: Numba, c: Numba, s: Numba) -> None:
+        for i in range(g.size):
+            _, new = apply(_ZERO, read(states, i), gradient(g[i], c), s)
+            write(states, i, new)
+
+    return kernel, types.void(*_step_types(name, count, g_kind))
+
+
+def _build_update_zero(name: str, count: int, g_kind: str, w_kind: str) -> Built:
+    apply, read, write = _rule(name, count)
+    gradient, store = scaled_load(g_kind), STORAGE[w_kind].store
+
+    def kernel(states: Numba, g: Numba, c: Numba, s: Numba, w: Numba) -> None:
+        for i in range(g.size):
+            step, new = apply(_ZERO, read(states, i), gradient(g[i], c), s)
+            write(states, i, new)
+            w[i] = store(step)
+
+    return kernel, types.void(*_step_types(name, count, g_kind), array_type(w_kind))
+
+
 _BUILDERS: dict[str, Callable[..., Built]] = {
     "commit": _build_commit,
     "peek": _build_peek,
     "advance": _build_advance,
     "update": _build_update,
     "update_split": _build_split_update,
+    "peek_zero": _build_peek_zero,
+    "commit_zero": _build_commit_zero,
+    "update_zero": _build_update_zero,
 }
 kernels = KernelCache(_BUILDERS)

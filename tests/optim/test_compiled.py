@@ -68,6 +68,8 @@ def test_conversions_are_vectorised(name, kind):
 def test_nothing_compiles_after_warm_up(policy, g_kind, w_kind):
     rule = RULES["adamw"]
     kernels.warm_up(rule, g_kind, w_kind, policy)
+    if g_kind == w_kind:
+        kernels.warm_up_zero(rule, w_kind, states=2)
     before = compiled(numba_update.kernels), compiled(numba_convert.kernels)
     case = make_case("adamw", 2, g_kind, w_kind, 64, 0)
     pending = Pending(case.g, g_kind, F32(0.5), rule.scalars(GROUP, 2))
@@ -77,6 +79,10 @@ def test_nothing_compiles_after_warm_up(policy, g_kind, w_kind):
         kernels.peek(rule, case.p, case.states, *pending, case.w, w_kind)
         kernels.advance(rule, case.p, case.states, pending, pending, case.w, w_kind)
         kernels.update(rule, case.p, case.states, *pending, case.w, w_kind)
+        if g_kind == w_kind:
+            kernels.peek_zero(rule, case.states, *pending, case.w, w_kind)
+            kernels.commit_zero(rule, case.states, *pending)
+            kernels.update_zero(rule, case.states, *pending, case.w, w_kind)
     elif w_kind == "bf16":
         kernels.split(case.p, hi, lo)
         kernels.update_split(rule, hi, lo, case.states, *pending)
@@ -160,11 +166,12 @@ def test_throughput(capsys):
     for name, function, width in (
         ("commit", lambda: kernels.commit(rule, p, states, *pending), 26),
         ("peek", lambda: kernels.peek(rule, p, states, *pending, w, "bf16"), 16),
+        ("update_zero", lambda: kernels.update_zero(rule, states, *pending, w, "bf16"), 20),
         ("advance", lambda: kernels.advance(rule, p, states, pending, pending, w, "bf16"), 30),
     ):
         seconds = best(function)
         rate = width * n / seconds / 1e9
-        lines.append(f"{name:8s} {rate:.1f} GB/s, {n / seconds / 1e9:.2f} G parameters/s")
+        lines.append(f"{name:11s} {rate:.1f} GB/s, {n / seconds / 1e9:.2f} G parameters/s")
         assert rate > copy / 8, lines
     with capsys.disabled():
         print("\n" + "\n".join(lines))

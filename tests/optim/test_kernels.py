@@ -64,6 +64,24 @@ def test_one_update_however_it_is_split(name, count, g_kind, w_kind):
     assert_same(in_halves.p, committed.p)
 
 
+@pytest.mark.parametrize(("name", "count", "g_kind", "w_kind"), EVERYTHING)
+def test_a_parameter_of_zeros_needs_no_array(name, count, g_kind, w_kind):
+    """The same bits as with zeros, signs of zeros included, in one pass or two, and nothing else is written."""
+    case = make_case(name, count, g_kind, w_kind, N, seed=6)
+    pending = Pending(case.g, g_kind, F32(0.3), case.rule.scalars(GROUP, 2))
+    zeros = case.copy()
+    zeros.p.fill(0.0)
+    kernels.update(case.rule, zeros.p, zeros.states, *pending, zeros.w, w_kind)
+
+    one, two = case.copy(), case.copy()
+    kernels.update_zero(case.rule, one.states, *pending, one.w, w_kind)
+    kernels.peek_zero(case.rule, two.states, *pending, two.w, w_kind)
+    assert_same_case(two._replace(w=case.w), case)
+    kernels.commit_zero(case.rule, two.states, *pending)
+    for found in (one, two):
+        assert_same_case(found._replace(p=zeros.p), zeros)
+
+
 def test_peek_changes_nothing_else():
     case = make_case("adamw", 2, "bf16", "bf16", N, seed=1)
     before = case.copy()
