@@ -15,6 +15,8 @@ from train_llama import SHAPES, make_model
 RATES = {"exact": 5e-5, "lsp": 2e-4, "orthonormal": 2e-4, "lora": 1e-3, "zero": 5e-5}
 """Learning rates by default; see ``--rates``. Adam moves a core, and so the weight, by other amounts than a weight."""
 MAX_NORM = 1.0
+FIRST_STEPS = 3
+"""Each of which is reported, and what it has done so far: a step that never ends says where it is."""
 
 
 class Wire(NamedTuple):
@@ -92,6 +94,7 @@ class Trainer:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.engine: Any = None
         self.zero: Any = None
+        self.taken = 0
         self.mixes = args.worker == "lora" and args.dtype == "bfloat16"
         torch.manual_seed(0)
         self.model = _model(args)
@@ -161,6 +164,7 @@ class Trainer:
         self.zero = deepspeed.initialize(
             model=self.model, model_parameters=list(self.model.parameters()), config=config
         )[0]
+        _allocate_moments(self.zero.optimizer.optimizer)
         count = sum(parameter.numel() for parameter in self.model.parameters())
         self.wire = zero_wire_seconds(count, getattr(torch, self.args.dtype), self.args.gbps * 1e9)
 
@@ -185,16 +189,27 @@ class Trainer:
 
     def _zero_step(self, rows: torch.Tensor) -> torch.Tensor:
         moved = rows.to(self.device)
+        begun = time.perf_counter()
         loss = self.zero(input_ids=moved, labels=moved).loss
         self.settle()
-        start = time.perf_counter()
+        start = self._say_done("forward", begun)
         self.zero.backward(loss)
         self.settle()
         time.sleep(max(0.0, start + self.wire.down - time.perf_counter()))
+        start = self._say_done("backward", start)
         self.zero.step()
         self.settle()
         time.sleep(self.wire.up)
+        self._say_done("update", start)
+        self.taken += 1
         return loss.detach()
+
+    def _say_done(self, part: str, start: float) -> float:
+        """Report a part of one of the first steps; the time now."""
+        now = time.perf_counter()
+        if self.taken < FIRST_STEPS:
+            say({"step": self.taken + 1, "done": part, "part_seconds": now - start})
+        return now
 
     def settle(self) -> None:
         """All updates so far have arrived."""
@@ -213,6 +228,22 @@ class Trainer:
         return found
 
 
+def _allocate_moments(optimizer: torch.optim.Optimizer) -> None:
+    """The moments that the first step would allocate, so that set-up pays for memory as it does for the other methods:
+    a machine may take longer to hand out 8 bytes per parameter for the first time than a step takes.
+
+    Values as ``DeepSpeedCPUAdam.step`` and torch's AdamW begin with; only the count is of a kind of its own.
+    """
+    is_torch = isinstance(optimizer, torch.optim.AdamW)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter] = {
+                "step": torch.zeros(()) if is_torch else 0,
+                "exp_avg": torch.zeros_like(parameter.data),
+                "exp_avg_sq": torch.zeros_like(parameter.data),
+            }
+
+
 def _model(args: argparse.Namespace) -> Any:
     from transformers import AutoModelForCausalLM
 
@@ -226,11 +257,13 @@ def _model(args: argparse.Namespace) -> Any:
 
 def work(args: argparse.Namespace) -> None:
     """Train one method; a JSON line per measurement. It ends when ``--seconds`` are over, held-out loss included."""
+    begun = time.perf_counter()
     try:
         trainer, held = Trainer(args), tokens(args, "test")
     except ImportError as error:
         say({"error": f"not installed: {error.name}"})
         return
+    say({"done": "set-up of model and optimizer", "part_seconds": time.perf_counter() - begun})
     source = batches(tokens(args, "train"), args.sequences)
     trainer.held_out(held[: args.sequences])  # what a first forward compiles and loads is setup
     say({"began": True, "rate": trainer.rate})
@@ -252,6 +285,8 @@ def work(args: argparse.Namespace) -> None:
         last = time.perf_counter() - start
         spent += last
         count += 1
+        if count <= FIRST_STEPS:  # without waiting for anything: the clock stands still here
+            say({"step": count, "done": "all" if trainer.zero is not None else "issued", "part_seconds": last})
         if count == 1 or count % 10 == 0:
             say({"seconds": spent, "steps": count, "loss": float(loss)})
     say(_figures(trainer, spent, count))

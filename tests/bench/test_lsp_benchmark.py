@@ -40,7 +40,13 @@ def test_a_method_says_what_it_finds_as_it_goes(bench, capsys):
     lsp, worker = bench
     worker.work(arguments(lsp, "--worker", "lsp"))
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert lines[0] == {"began": True, "rate": 2e-4}
+    progress = [line for line in lines if "done" in line]
+    assert [(line.get("step"), line["done"]) for line in progress] == [
+        (None, "set-up of model and optimizer"),
+        (1, "issued"),
+        (2, "issued"),
+    ]
+    assert lines[:2] == [progress[0], {"began": True, "rate": 2e-4}]
     assert [line["steps"] for line in lines if "held_out" in line] == [0, 2]
     assert lines[-1]["matrices"] == 28
     assert lines[-1]["layers_on_device"] == 4
@@ -53,6 +59,27 @@ def test_a_method_that_is_not_installed(bench, capsys, monkeypatch):
     (line,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert line == {"error": "not installed: deepspeed"}
     assert lsp.row("zero", [line]) == "| zero | - | - | not installed: deepspeed |"
+
+
+def test_moments_of_zero_offload_are_those_of_a_first_step(bench):
+    """Set-up allocates them: training is the same, bit for bit."""
+
+    def train(allocates):
+        parameter = torch.nn.Parameter(torch.linspace(-1, 1, 12))
+        optimizer = torch.optim.AdamW([parameter], lr=0.1, weight_decay=0.0)
+        if allocates:
+            bench[1]._allocate_moments(optimizer)
+            held = optimizer.state[parameter]["exp_avg"]
+        for number in range(3):
+            parameter.grad = torch.sin(parameter.detach() + number)
+            optimizer.step()
+        assert not allocates or optimizer.state[parameter]["exp_avg"] is held
+        return parameter.detach(), optimizer.state[parameter]
+
+    (right, states), (found, ahead) = train(False), train(True)
+    assert torch.equal(found, right)
+    assert states.keys() == ahead.keys()
+    assert all(torch.equal(ahead[name], states[name]) for name in states)
 
 
 def test_what_zero_offload_copies(bench):
