@@ -199,13 +199,13 @@ class CudaBackend(_BackendBase):
         recorder = self.recorder
         mark = recorder.mark_compute() if recorder is not None else 0.0
         start = time.perf_counter()
+        stream = torch.cuda.current_stream(self.device)
+        before = self._stalls.mark(stream)  # while the host waits below, the device has nothing to do
         ticket.wait_issued()
         self.waited[wait_name] += time.perf_counter() - start  # type: ignore[assignment]  # a Counter of seconds
         if ticket.event is not None:
-            stream = torch.cuda.current_stream(self.device)
-            before = self._stalls.mark(stream)
             stream.wait_event(ticket.event)
-            self._stalls.add(wait_name, before, self._stalls.mark(stream))
+        self._stalls.add(wait_name, before, self._stalls.mark(stream))
         if recorder is not None:
             recorder.span(COMPUTE, wait_name, mark, recorder.mark_compute(), kind="wait")
         if self.monitor is not None:

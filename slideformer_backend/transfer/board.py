@@ -78,8 +78,8 @@ class Board:
     def _choose(self) -> int:
         if len(self._lines) == 1:
             return next(iter(self._lines))
-        ready = [line for line, queued in self._lines.items() if queued[0][1].is_ready()]
-        if ready:
-            return min(ready)
+        for line in sorted(self._lines):  # whether work is ready is asked of the device: no oftener than need be
+            if self._lines[line][0][1].is_ready():
+                return line
         # Waiting for the oldest cannot deadlock: whatever it waits for was submitted before it.
         return min(self._lines, key=lambda line: self._lines[line][0][0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections import defaultdict
 
 import pytest
@@ -140,6 +141,37 @@ def test_what_the_next_forward_needs_first_goes_first():
     side = EngineSide(torch.float32)
     lines = [side.core(f"blocks.{number}.up.weight").line for number in range(3)]
     assert lines == [0, 1, 2]
+    side.close()
+
+
+def test_norms_do_not_wait_behind_cores(monkeypatch):
+    """What a clip waits for is a few bytes: they pass cores that are queued for the link."""
+    side = EngineSide(torch.float32)
+    lane, gate, order = side.engine.backend.d2h, threading.Event(), []
+    submit = lane.submit
+
+    def noted(name, run, **options):
+        return submit(name, lambda: (order.append(name), run()), **options)
+
+    lane.submit = noted
+    submit("a busy link", gate.wait)
+    threading.Timer(0.2, gate.set).start()
+    side.run([*LOOP[:1], Event("clip", 0.2), *LOOP[1:]])
+    side.close()
+    assert order[0].startswith("norm of")
+    assert len(order) > 12
+
+
+def test_a_step_whose_updates_were_not_predicted_passes_over_memory_once(monkeypatch):
+    side = EngineSide(torch.float32)
+    arithmetic, seen = side.engine.edges.device_units._arithmetic, []
+    for name in ("peek", "commit", "update"):
+        monkeypatch.setattr(arithmetic, name, lambda *_, name=name: seen.append(name))
+    side.run(loop(3, clip=0.2))
+    side.engine.settle()
+    assert seen.count("peek") == 12  # the first step did not know that it would be clipped
+    assert seen.count("update") == 3 * 12
+    assert "commit" not in seen
     side.close()
 
 

@@ -9,6 +9,9 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ import torch
 from slideformer_backend.errors import StateError
 from slideformer_backend.storage import Tracked
 from slideformer_backend.transfer import CpuBackend, Monitor, Ticket
+from slideformer_backend.transfer.backend import CudaBackend
 from slideformer_backend.transfer.lane import Lane
 
 CPU = torch.device("cpu")
@@ -48,6 +52,33 @@ def test_lane_runs_in_order_and_a_ticket_tells_when(lane):
     assert first.is_complete
     assert order == [1, 2]
     assert "issued" in repr(first)
+
+
+def test_the_smallest_line_whose_work_is_ready_goes_first(lane):
+    gate, other, order = threading.Event(), Ticket("other"), []
+    lane.submit("busy", gate.wait)
+    for line, after in ((3, None), (1, other), (2, None)):
+        last = lane.submit("work", partial(order.append, line), line=line, after={"work after other": after})
+    assert not last.is_issued
+    lane.submit("opens", other.issue, line=4)
+    gate.set()
+    lane.close()
+    assert order == [2, 3, 1]
+
+
+def test_a_device_that_waits_for_the_host_stands_still(monkeypatch):
+    """A host that cannot issue because an update is not there yet is a stall like any other: it counts."""
+    backend, ticket = CudaBackend.__new__(CudaBackend), Ticket("update")
+    backend.device, backend.monitor, backend.recorder, backend.waited = CPU, None, None, Counter()
+    found = []
+    timer = SimpleNamespace(mark=lambda stream: time.perf_counter(), add=lambda *span: found.append(span))
+    backend._stalls = timer
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    threading.Timer(0.1, ticket.issue).start()
+    backend.order("compute after update", ticket)
+    ((name, start, end),) = found
+    assert name == "compute after update"
+    assert end - start > 0.05
 
 
 def test_lane_waits_for_other_lanes(lane):
