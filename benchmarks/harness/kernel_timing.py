@@ -97,9 +97,7 @@ def median_ms(function: Callable[[int], object], repeats: int = 15, pause: int =
     return medians_ms([function], repeats, pause)[0]
 
 
-def medians_ms(
-    functions: Sequence[Callable[[int], object]], repeats: int = 15, pause: int = 4_000_000
-) -> list[float]:
+def medians_ms(functions: Sequence[Callable[[int], object]], repeats: int = 15, pause: int = 4_000_000) -> list[float]:
     """As ``median_ms`` for several functions that take turns, so that clocks and heat are the same for all. A turn is
     several calls, the first of them not counted: each function then meets in the cache what it leaves there itself, and
     pays for writing that back."""
