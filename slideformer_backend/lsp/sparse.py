@@ -80,7 +80,7 @@ class SparseProjector(GradientProjector):
         return relative(square.item() + norm**2, norm)
 
     def learn(self, samples: Sequence[torch.Tensor], *, alpha: float, timeout: int, seed: int) -> Learned:
-        with torch.enable_grad():
+        with torch.no_grad():
             return _learn(self, [sample.float() for sample in samples], alpha, timeout)
 
     def overlaps(self, old: GradientProjector) -> tuple[torch.Tensor, torch.Tensor]:
@@ -135,29 +135,29 @@ def _is_identity(factor: SparseFactor) -> bool:
 
 
 def _learn(projector: SparseProjector, samples: Sequence[torch.Tensor], alpha: float, timeout: int) -> Learned:
-    """Minimises the mean square of the relative errors over the values, by Adam; the best found is kept."""
+    """Minimises the mean square of the relative errors over the values, by Adam; the best found is kept.
+
+    Gradients are written out: small matrices take as long as their launches, of which autograd needs several times as
+    many.
+    """
     factors = (projector.left, projector.right)
     values = [factor.values.clone() for factor in factors]
     free = [number for number, factor in enumerate(factors) if not _is_identity(factor)]
-    _fit_scale(factors, values, free, samples)
+    squares = [sample.square().sum() for sample in samples]
+    _fit_scale(factors, values, free, samples, squares)
     best, lowest, rounds = [value.clone() for value in values], float("inf"), 0
-    leaves = [value.requires_grad_() for value in values]
-    groups = [{"params": [leaves[n]], "lr": RATE * float(leaves[n].detach().square().mean().sqrt())} for n in free]
-    optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99)) if groups else None
+    groups = [{"params": [values[n]], "lr": RATE * float(values[n].square().mean().sqrt())} for n in free]
+    optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99), fused=values[0].is_cuda) if groups else None
     while True:
-        square = _mean_square_error(factors, leaves, samples)
-        error = relative(float(square.detach()), 1.0)
+        square, slopes = mean_square_error(factors, values, samples, squares)
+        error = relative(float(square), 1.0)
         if error < lowest:
-            best, lowest = [value.detach().clone() for value in leaves], error
+            best, lowest = [value.clone() for value in values], error
         if lowest <= alpha or rounds >= timeout or optimizer is None:
             break
-        penalty = sum(leaves[n].square().mean() for n in free)
-        for leaf, slope in zip(
-            [leaves[n] for n in free],
-            torch.autograd.grad(square + BETA * penalty, [leaves[n] for n in free]),
-            strict=True,
-        ):
-            leaf.grad = slope
+        for number in free:
+            value = values[number]
+            value.grad = slopes[number].add_(value, alpha=2.0 * BETA / value.numel())
         optimizer.step()
         rounds += 1
     left, right = (factor._replace(values=value) for factor, value in zip(factors, best, strict=True))
@@ -169,34 +169,58 @@ def _fit_scale(
     values: Sequence[torch.Tensor],
     free: Sequence[int],
     samples: Sequence[torch.Tensor],
+    squares: Sequence[torch.Tensor],
 ) -> None:
     """The common factor of all values that is best for ``samples``: random factors start far too large."""
-    with torch.no_grad():
-        left, right = (_dense(factor, value) for factor, value in zip(factors, values, strict=True))
-        wanted = actual = 0.0
-        for sample in samples:
-            core = left.t() @ sample @ right
-            norm = sample.square().sum()
-            wanted += float(core.square().sum() / norm)
-            actual += float(((left.t() @ left) @ core @ (right.t() @ right) * core).sum() / norm)
-        if wanted > 0.0 and actual > 0.0 and free:
-            for number in free:
-                values[number].mul_((wanted / actual) ** (0.5 / len(free)))
-
-
-def _mean_square_error(
-    factors: Sequence[SparseFactor], values: Sequence[torch.Tensor], samples: Sequence[torch.Tensor]
-) -> torch.Tensor:
     left, right = (_dense(factor, value) for factor, value in zip(factors, values, strict=True))
-    grams = left.t() @ left, right.t() @ right
-    total = left.new_zeros(())
-    for sample in samples:
+    wanted = actual = 0.0
+    for sample, norm in zip(samples, squares, strict=True):
         core = left.t() @ sample @ right
-        square = (grams[0] @ core @ grams[1] * core).sum() - 2.0 * core.square().sum()
-        total = total + 1.0 + square / sample.square().sum()
-    return total / len(samples)
+        wanted += float(core.square().sum() / norm)
+        actual += float(((left.t() @ left) @ core @ (right.t() @ right) * core).sum() / norm)
+    if wanted > 0.0 and actual > 0.0 and free:
+        for number in free:
+            values[number].mul_((wanted / actual) ** (0.5 / len(free)))
+
+
+def mean_square_error(
+    factors: Sequence[SparseFactor],
+    values: Sequence[torch.Tensor],
+    samples: Sequence[torch.Tensor],
+    squares: Sequence[torch.Tensor],
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Mean of ‖PCQᵀ - G‖² / ‖G‖² over ``samples``, and its gradient by the values of P and of Q.
+
+    With A = PᵀP, B = QᵀQ and C = PᵀGQ it is 1 + f / ‖G‖², f = ⟨ACB, C⟩ - 2‖C‖², whose gradients are
+    D = 2ACB - 4C by C, GQDᵀ + 2PCBCᵀ by P and GᵀPD + 2QCᵀAC by Q.
+
+    Args:
+        factors: P and Q, whose positions count.
+        values: theirs, fp32 [r, m] and [r, n].
+        samples: gradients G, fp32 [m, n].
+        squares: ‖G‖² of each, fp32 scalars.
+    """
+    left, right = (_dense(factor, value) for factor, value in zip(factors, values, strict=True))
+    first, second = left.t() @ left, right.t() @ right
+    total = left.new_zeros(())
+    slopes = [torch.zeros_like(left), torch.zeros_like(right)]
+    for sample, norm in zip(samples, squares, strict=True):
+        scale = 1.0 / (norm * len(samples))
+        half = sample @ right
+        core = left.t() @ half
+        near, far = first @ core, core @ second
+        both = near @ second
+        total += 1.0 / len(samples) + ((both - 2.0 * core) * core).sum() * scale
+        slope = (2.0 * both - 4.0 * core) * scale
+        scaled = core * (2.0 * scale)
+        slopes[0].addmm_(half, slope.t()).addmm_(left, far @ scaled.t())
+        slopes[1].addmm_(sample.t() @ left, slope).addmm_(right, near.t() @ scaled)
+    return total, [
+        full.gather(1, factor.positions.t().long()).t().contiguous()
+        for full, factor in zip(slopes, factors, strict=True)
+    ]
 
 
 def _dense(factor: SparseFactor, values: torch.Tensor) -> torch.Tensor:
     full = values.new_zeros(factor.rows, factor.rank)
-    return full.scatter(1, factor.positions.t().long(), values.t())
+    return full.scatter_(1, factor.positions.t().long(), values.t())

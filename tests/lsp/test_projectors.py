@@ -9,6 +9,7 @@ import torch
 
 from slideformer_backend.kernels.sparse_factor import make_factor
 from slideformer_backend.lsp import Beta, OrthonormalProjector, SparseProjector, carry_moments
+from slideformer_backend.lsp.sparse import mean_square_error
 
 M, N, RANK = 48, 40, 16
 
@@ -195,3 +196,27 @@ def test_a_projector_comes_back_from_its_state(kind, device):
     assert torch.equal(found.compress(gradient), projector.compress(gradient))
     with pytest.raises(ValueError, match="left factor"):
         make(kind, device, rank=RANK - 1).restored(saved)
+
+
+@pytest.mark.parametrize("shape", [(40, 24), (24, 40), (12, 40)], ids=str)
+def test_the_slopes_that_learning_follows_are_those_of_autograd(shape):
+    """The square of the relative error as its definition says, in fp64 by autograd."""
+    torch.manual_seed(0)
+    projector = SparseProjector.random(shape, 12, 3, seed=5, device=torch.device("cpu"))
+    factors = (projector.left, projector.right)
+    samples = [torch.randn(shape) for _ in range(2)]
+    leaves = [factor.values.double().requires_grad_() for factor in factors]
+    left, right = (
+        torch.zeros(factor.rows, factor.rank, dtype=torch.float64).scatter(1, factor.positions.t().long(), leaf.t())
+        for factor, leaf in zip(factors, leaves, strict=True)
+    )
+    wide = [sample.double() for sample in samples]
+    truth = sum((left @ left.t() @ g @ right @ right.t() - g).square().sum() / g.square().sum() for g in wide) / len(
+        wide
+    )
+    expected = torch.autograd.grad(truth, leaves)
+    squares = [sample.square().sum() for sample in samples]
+    found, slopes = mean_square_error(factors, [factor.values for factor in factors], samples, squares)
+    assert found.item() == pytest.approx(truth.item(), rel=1e-5)
+    for slope, wanted in zip(slopes, expected, strict=True):
+        assert (slope - wanted).norm() < 1e-5 * wanted.norm()
