@@ -171,7 +171,8 @@ class SlideFormerAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate i
             recover(folder)
             if folder.is_dir():
                 verify(folder)
-        super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
+        with checkpoints.loading(list(self._models)):
+            super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
 
     def free_memory(self, *objects: Any) -> Any:
         """Detaches the engines of the prepared models (plain CPU models again), then frees as ever."""

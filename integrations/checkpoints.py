@@ -28,6 +28,9 @@ _AUTOMATIC = re.compile(r"^checkpoint_(\d+)$")
 
 _models: ContextVar[Sequence[torch.nn.Module] | None] = ContextVar("slideformer_saving", default=None)
 """The models of the ``Accelerator`` whose ``save_state`` runs now, if SlideFormer drives one of them."""
+_loading: ContextVar[Sequence[torch.nn.Module] | None] = ContextVar("slideformer_loading", default=None)
+"""Those of one whose ``load_state`` runs now: a hook that loads models itself takes them off the list that comes along,
+but the optimizers' parameters still have the names that they have there."""
 
 
 def managing(models: Iterable[object]) -> list[Engine]:
@@ -48,6 +51,16 @@ def written_in_place(models: Sequence[torch.nn.Module]) -> Iterator[None]:
             yield
     finally:
         _models.reset(token)
+
+
+@contextlib.contextmanager
+def loading(models: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Inside, ``load_accelerator_state`` names parameters as in ``models``, whatever list it is given."""
+    token = _loading.set(models)
+    try:
+        yield
+    finally:
+        _loading.reset(token)
 
 
 def optimizer_folder(folder: Path, number: int) -> Path:
@@ -187,7 +200,7 @@ def wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
 
         with _borrowed(models):  # the loader looks at a state dict first
             _load_weights(Path(input_dir), models, **load_model_func_kwargs)
-        load_optimizers(Path(input_dir), models, optimizers)
+        load_optimizers(Path(input_dir), _loading.get() or models, optimizers)
         load_rest(state, schedulers, scaler)
         for loader, saved in zip(dataloaders, state["dataloaders"], strict=False):
             if saved is not None and getattr(loader, "use_stateful_dataloader", False):

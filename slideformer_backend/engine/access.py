@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +17,7 @@ from .unit import ONE, ParamRecord, Unit, Weights
 
 if TYPE_CHECKING:
     from .engine import Engine
+    from .policy import UpdatePolicy
 
 
 class _OfRecord:
@@ -34,11 +35,31 @@ class _OfRecord:
             raise StateError("a tensor is still guarded by an engine that is gone")
         return record
 
+    def lent(self, aliases: Sequence[torch.Tensor]) -> None:
+        """See ``Access``: nobody has to know where they are."""
+
     def over(self) -> None:
         """See ``Access``: nothing was kept for the operation."""
 
 
-class ParameterAccess(_OfRecord):
+class _OfParameter(_OfRecord):
+    """Knows what was handed out, since ``parameter.data = value`` leaves that behind."""
+
+    def lent(self, aliases: Sequence[torch.Tensor]) -> None:
+        record = self._record
+        record.aliases = [alias for alias in record.aliases if alias() is not None] + list(map(weakref.ref, aliases))
+
+    def _part(self, held: torch.Tensor) -> None:
+        """Tensors that user code holds over the memory of ``held`` get memory of their own, with the same values: in
+        torch they keep the storage that the parameter leaves."""
+        record = self._record
+        for alias in (reference() for reference in record.aliases):
+            if alias is not None and _is_over(alias, held):
+                alias.data = alias.detach().clone()
+        record.aliases = []
+
+
+class ParameterAccess(_OfParameter):
     """Guards a sliding parameter while it is its host tensor."""
 
     def before(self, writes: bool) -> None:
@@ -46,7 +67,7 @@ class ParameterAccess(_OfRecord):
         record, unit = self._record, self._record.unit
         engine.backward.finish_outside()
         policy = engine.policy
-        policy.absorb(unit)
+        lent = self._absorb(policy, writes)
         if record.shows_master:
             policy.commit(unit)
         if unit.weights_are is not Weights.CURRENT:
@@ -55,10 +76,23 @@ class ParameterAccess(_OfRecord):
         if writes:
             engine.backend.synchronize("host waits for weights sent", unit.sent)
         engine.spill.weights.hold(unit, writes=writes)
+        for other in lent:
+            policy.remember(other)
+            policy.expose(other, is_lent=True)
         if writes:
             policy.remember(record)
         shown = (self._shown(),)
         engine.backend.touch_host(f"user's access to {record.name}", reads=shown, writes=shown if writes else ())
+
+    def _absorb(self, policy: UpdatePolicy, writes: bool) -> list[ParamRecord]:
+        """What operations wrote is taken over. An alias that was handed out may still be written, until the engine uses
+        the unit itself: ``p.data.add_(torch.randn_like(p))`` looks at ``p`` in between. Returns what stays exposed."""
+        record, exposed = self._record, self._record.unit.exposed
+        lent = [other for other in exposed if other.is_lent]
+        if len(lent) == len(exposed) and not (writes and record.is_exposed):
+            return []
+        policy.absorb(record.unit)
+        return lent
 
     def after(self, aliased: bool) -> None:
         engine = self._alive()
@@ -74,7 +108,7 @@ class ParameterAccess(_OfRecord):
             engine.spill.weights.lend(unit)
         engine.backend.touch_host(f"user's alias of {self._record.name}", writes=(self._shown(),))
         engine.policy.remember(self._record)
-        engine.policy.expose(self._record)
+        engine.policy.expose(self._record, is_lent=aliased)
         unit.content += 1
 
     def over(self) -> None:
@@ -113,7 +147,9 @@ class ParameterAccess(_OfRecord):
         record = self._record
         _check_data(record, value)
         self.before(writes=True)
-        record.host.copy_(plain_value(value))
+        if not _is_same(value, record.host):
+            self._part(record.host)
+            record.host.copy_(plain_value(value))
         self.after(aliased=False)
         self.over()
 
@@ -193,7 +229,7 @@ class GradientAccess(_OfRecord):
         engine.backend.touch_host(what, reads=slab, writes=slab if writes else ())
 
 
-class EdgeAccess(_OfRecord):
+class EdgeAccess(_OfParameter):
     """Guards a resident parameter. Its gradient is the tensor autograd holds."""
 
     def before(self, writes: bool) -> None:
@@ -242,7 +278,10 @@ class EdgeAccess(_OfRecord):
         self.before(writes=True)
         record = self._record
         _check_data(record, value)
-        plain(record.parameter).copy_(plain_value(value))
+        held = plain(record.parameter)
+        if not _is_same(value, held):
+            self._part(held)
+            held.copy_(plain_value(value))
         self.after(aliased=False)
 
 
@@ -266,6 +305,17 @@ def give_gradients(found: Iterable[tuple[torch.nn.Parameter, torch.Tensor]]) -> 
 def plain_value(value: torch.Tensor) -> torch.Tensor:
     """A user's tensor without a graph (its own guard, if it has one, still settles)."""
     return value.detach()
+
+
+def _is_over(tensor: torch.Tensor, held: torch.Tensor) -> bool:
+    return tensor.untyped_storage().data_ptr() == held.untyped_storage().data_ptr()
+
+
+def _is_same(value: torch.Tensor, held: torch.Tensor) -> bool:
+    """Whether ``value`` is all of ``held`` already."""
+    with torch._C.DisableTorchFunctionSubclass():
+        where = (value.data_ptr(), value.stride()), (held.data_ptr(), held.stride())
+        return where[0] == where[1] and value.device == held.device
 
 
 def _check_data(record: ParamRecord, value: torch.Tensor) -> None:

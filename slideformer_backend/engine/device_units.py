@@ -101,7 +101,7 @@ class DeviceUnits:
     def absorb(self, unit: Unit) -> None:
         """Take over what user code wrote into parameters: where the weight is not the rounded master, it counts."""
         for record in unit.exposed:
-            record.is_exposed = False
+            record.is_exposed = record.is_lent = False
             master = record.device_states.get("master")
             if master is not None:
                 reconcile(master, plain(record.parameter).reshape(-1), half_up=unit.rounds_half_up)

@@ -49,6 +49,9 @@ class Access(Protocol):
     def after(self, aliased: bool) -> None:
         """Called after an operation that wrote the tensor's memory or handed out an alias of it (``aliased``)."""
 
+    def lent(self, aliases: Sequence[torch.Tensor]) -> None:
+        """Called with tensors over the guarded tensor's memory that an operation handed out."""
+
     def over(self) -> None:
         """Called when an operation that ``before`` has let begin is over, whatever came of it."""
 
@@ -162,9 +165,12 @@ def _torch_function(
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
         for tensor, access in guarded:
-            aliased = name in _HANDS_OUT or _shares_memory(result, tensor)
+            aliases = _aliases(result, tensor)
+            aliased = name in _HANDS_OUT or bool(aliases)
             if writes or aliased:
                 access.after(aliased)
+            if aliases:
+                access.lent(aliases)
     finally:
         for access in begun:
             access.over()
@@ -198,14 +204,16 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(item)
 
 
-def _shares_memory(result: Any, tensor: torch.Tensor) -> bool:
+def _aliases(result: Any, tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Tensors in ``result`` over the memory of ``tensor``."""
     with torch._C.DisableTorchFunctionSubclass():
         address = tensor.untyped_storage().data_ptr()
-        return any(
-            found is not tensor
+        return [
+            found
+            for found in tensors_in(result)
+            if found is not tensor
             and found.layout is torch.strided
             and found.grad_fn is None
             and found.device == tensor.device
             and found.untyped_storage().data_ptr() == address
-            for found in tensors_in(result)
-        )
+        ]

@@ -105,7 +105,7 @@ class Immediate(UpdatePolicy):
             return
         records = [record for record in unit.exposed if record.spec.is_trainable]
         for record in unit.exposed:
-            record.is_exposed = False
+            record.is_exposed = record.is_lent = False
         if not records:
             return
         if unit.is_resident:

@@ -235,9 +235,10 @@ class UpdatePolicy(abc.ABC):
         """User code is about to write ``record``, or to get hold of its memory; it is idle now."""
         return
 
-    def expose(self, record: ParamRecord) -> None:
-        """User code wrote ``record``, or got hold of its memory."""
+    def expose(self, record: ParamRecord, *, is_lent: bool = False) -> None:
+        """User code wrote ``record``, or got hold of its memory (``is_lent``)."""
         record.is_exposed = True
+        record.is_lent |= is_lent
 
     def check_backward(self) -> None:
         """Called before a backward changes anything."""
@@ -253,7 +254,7 @@ class UpdatePolicy(abc.ABC):
         if not records:
             return
         for record in records:
-            record.is_exposed = False
+            record.is_exposed = record.is_lent = False
         trainable = [record for record in records if record.spec.is_trainable]
         has_master = "master" in unit.states
         if not trainable or not (has_master or unit.is_resident):

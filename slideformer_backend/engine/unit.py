@@ -104,6 +104,10 @@ class ParamRecord(_WeaklyReferable):
     entry: Entry | None = None
     predicted: Entry | None = None
     is_exposed: bool = False
+    is_lent: bool = False
+    """Exposed through memory that user code got hold of, and may write at any time before the unit is used."""
+    aliases: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
+    """What user code may hold over the parameter's memory."""
     device_states: dict[str, torch.Tensor] = field(default_factory=dict)
     """Master and moments of a parameter whose unit updates on the device, flat fp32."""
     core: Core | None = None

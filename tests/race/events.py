@@ -269,7 +269,7 @@ def not_finite(side: Side, random: Random) -> Seen:
 @event
 def write_weights(side: Side, random: Random) -> Seen:
     parameters = _some(side, random)
-    side.memory["has_written"], how = True, random.randrange(4)
+    side.memory["has_written"], how = True, random.randrange(6)
     with torch.no_grad():
         for parameter in parameters:
             if how == 0:
@@ -278,8 +278,14 @@ def write_weights(side: Side, random: Random) -> Seen:
                 parameter.copy_(parameter.detach().clone() * 0.75)
             elif how == 2:
                 parameter.add_(0.125)
-            else:
+            elif how == 3:
                 parameter.data = parameter.data.clone().neg_()
+            elif how == 4:
+                parameter.data.add_(parameter * 0.25)  # looked at between the alias and the write
+            else:
+                aside = parameter.data
+                parameter.data = aside * 0.5
+                parameter.data = aside - 0.25 * parameter  # and the alias is as it was
             side.wrote([parameter])
     return []
 
