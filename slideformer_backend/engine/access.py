@@ -324,8 +324,8 @@ def _check_data(record: ParamRecord, value: torch.Tensor) -> None:
             f"{record.name} cannot change its shape or dtype any more: its memory is laid out.",
             found=f"{tuple(value.shape)} {value.dtype}",
             expected=f"{tuple(record.spec.shape)} {record.spec.dtype}",
-            remedy="resize_token_embeddings() and the like before accelerator.prepare(), or free_memory() and prepare"
-            " again",
+            remedy="resize_token_embeddings(), half(), to(dtype) and the like before accelerator.prepare(), or after"
+            " accelerator.free_memory() (of a Trainer: trainer.accelerator), which makes it a plain model again",
         )
 
 

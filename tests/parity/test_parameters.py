@@ -252,7 +252,7 @@ def crossed(run):
 
 
 def put_aside(run):
-    """As averages of weights are shown: `parameter.data` goes elsewhere and comes back; what was taken stays as it is."""
+    """As averages of weights are shown: `parameter.data` goes elsewhere and comes back; what was taken stays."""
     asides = {}
     for name, parameter in run.model.named_parameters():
         asides[name] = parameter.data
