@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,6 +15,7 @@ from ..engine import Engine
 from ..engine.binding import Binding
 from ..engine.states import factors_of
 from ..engine.unit import ParamRecord
+from .managed_states import ManagedStates
 
 MASTER = "master"
 """Key of the fp32 master weights in an optimizer state, beside torch's own keys; absent where the parameter is fp32."""
@@ -38,6 +40,7 @@ def install_optimizer_hooks(engine: Engine, binding: Binding) -> None:
     engine.add_hook(optimizer.register_state_dict_post_hook(hooks.forget))
     engine.add_hook(optimizer.register_load_state_dict_pre_hook(hooks.remember))
     engine.add_hook(optimizer.register_load_state_dict_post_hook(hooks.take))
+    engine.add_hook(optimizer.register_step_pre_hook(hooks.before_step))
     hooks.adopt()
 
 
@@ -60,12 +63,59 @@ class _StateHooks:
         if engine is not None:
             engine.admission.admit(parameters)
 
+    def _show(self, optimizer: Optimizer) -> None:
+        """Let ``optimizer.state`` show our states, beside those of parameters that are not ours. Not under
+        ``update: immediate``, where the next backward would have used them before a step could take them over."""
+        engine = self._engine()
+        if engine is None or engine.config.update == "immediate":
+            return
+        ours = {id(record.parameter) for record in self._records()}
+        shown = ManagedStates(self._stepped, self._copies_of)
+        shown.update({p: state for p, state in dict.items(optimizer.state) if id(p) not in ours})
+        optimizer.state = shown
+
+    def _stepped(self) -> list[torch.Tensor]:
+        if self._engine() is None or not self._binding.is_alive:
+            return []
+        return [record.parameter for record in self._records() if record.steps]
+
+    def _copies_of(self, parameter: torch.Tensor) -> dict[str, Any]:
+        engine = self._engine()
+        record = engine.record_of(parameter) if engine is not None else None
+        if engine is None or record is None:
+            return {}
+        engine.settle()
+        state = self._state_of(engine, record)
+        state.pop(MASTER, None)  # torch has none there: what the weight shows by then counts
+        return state
+
+    def before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Take over what a script has done to ``optimizer.state``."""
+        engine, states = self._engine(), optimizer.state
+        if engine is None:
+            return
+        if isinstance(states, ManagedStates):
+            changes = states.changes()
+        elif engine.config.update == "immediate":
+            return
+        else:  # another one was assigned: what it holds counts, and nothing else
+            changes = {record.parameter: states.pop(record.parameter, {}) for record in self._records()}
+            self._show(optimizer)
+        if changes:
+            engine.settle()
+        for record in self._records():
+            if record.parameter in changes:
+                engine.load_state(record, changes[record.parameter])
+
     def export(self, optimizer: Optimizer) -> None:
         """Before ``state_dict``: fill ``optimizer.state`` from the slabs."""
         engine = self._engine()
         if engine is None:
             return
+        self.before_step(optimizer)
         engine.settle()
+        if isinstance(optimizer.state, ManagedStates):
+            optimizer.state.is_plain = True
         for record in self._records():
             if record.steps:
                 optimizer.state[record.parameter] = self._state_of(engine, record)
@@ -73,7 +123,9 @@ class _StateHooks:
     def forget(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """After ``state_dict``: the copies leave with it."""
         for record in self._records():
-            optimizer.state.pop(record.parameter, None)
+            dict.pop(optimizer.state, record.parameter, None)
+        if isinstance(optimizer.state, ManagedStates):
+            optimizer.state.is_plain = False
 
     def remember(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Before ``load_state_dict`` casts states to the parameter's dtype: keep the originals."""
@@ -93,9 +145,10 @@ class _StateHooks:
         engine.settle()
         self._binding.assign()
         for record in self._records():
-            optimizer.state.pop(record.parameter, None)
+            dict.pop(optimizer.state, record.parameter, None)
             state = loaded.get(id(record.parameter))
             engine.load_state(record, state or {})
+        self._show(optimizer)
 
     def adopt(self) -> None:
         """Take over the states that the optimizer holds itself."""
@@ -103,6 +156,7 @@ class _StateHooks:
         self._admit(parameter for parameter, state in optimizer.state.items() if state)
         wide = _WIDE.get(optimizer, {})
         held = [(record, optimizer.state.pop(record.parameter, {})) for record in self._records()]
+        self._show(optimizer)
         # A record that has been stepped holds the states of an earlier optimizer; this one starts with its own.
         held = [(record, state) for record, state in held if state or record.steps]
         if engine is None or not held:
@@ -117,6 +171,7 @@ class _StateHooks:
             return
         optimizer = self._binding.optimizer
         self.export(optimizer)
+        optimizer.state = defaultdict(dict, dict.items(optimizer.state))
         wide = _WIDE.setdefault(optimizer, {})
         for record in self._records():
             state = optimizer.state.get(record.parameter)
@@ -148,6 +203,9 @@ class _StateHooks:
 
 class _OwnStateHooks(_StateHooks):
     """For an optimizer that runs as itself."""
+
+    def before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Its states are its own."""
 
     def adopt(self) -> None:
         """Its states are its own already."""
