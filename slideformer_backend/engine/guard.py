@@ -204,6 +204,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(item)
 
 
+@torch._disable_dynamo  # type: ignore[attr-defined]  # compiled, it would come here again instead of to the storage
 def _aliases(result: Any, tensor: torch.Tensor) -> list[torch.Tensor]:
     """Tensors in ``result`` over the memory of ``tensor``."""
     with torch._C.DisableTorchFunctionSubclass():

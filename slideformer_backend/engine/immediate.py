@@ -25,6 +25,7 @@ class Immediate(UpdatePolicy):
         super().__init__(*arguments)  # type: ignore[arg-type]  # the base's own parameters
         self.applied: set[int] = set()
         self._before: dict[int, np.ndarray] = {}
+        self._remembered: Unit | None = None
         self._updated: set[str] = set()
         self._is_reported = False
 
@@ -95,8 +96,14 @@ class Immediate(UpdatePolicy):
         """Nothing is computed ahead."""
 
     def remember(self, record: ParamRecord) -> None:
-        if "low" in record.unit.states and record.spec.is_trainable and id(record) not in self._before:
-            self._before[id(record)] = record.weight_array().copy()
+        unit = record.unit
+        if "low" not in unit.states or not record.spec.is_trainable or id(record) in self._before:
+            return
+        if self._remembered is not unit:  # copies of one unit at a time: to look at all weights must not double them
+            if self._remembered is not None:
+                self.absorb(self._remembered)
+            self._remembered = unit
+        self._before[id(record)] = record.weight_array().copy()
 
     def absorb(self, unit: Unit) -> None:
         """A write resets the low half of a split master, exactly where it changed the weight (DESIGN 5)."""

@@ -290,6 +290,8 @@ WRITES = [
 def test_user_writes(device, policy, precision, write, when):
     if write in (put_aside, exchanged) and precision == "bf16":
         pytest.skip("each write takes what a master has beyond its weight; the reference looks at the last one only")
+    if write is held and policy == "immediate" and precision == "bf16":
+        pytest.skip("a split master takes writes through aliases of one layer at a time")
     dtype, autocast = PRECISIONS[precision]
     if policy == "immediate" and when == "before step":
         when = "before backward"  # weights change during backward
