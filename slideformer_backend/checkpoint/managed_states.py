@@ -35,6 +35,8 @@ class ManagedStates(defaultdict[Tensor, Any]):
 
     def changes(self) -> dict[Tensor, States]:
         """States that a script may have written since the last call (none: they were removed), and forget them."""
+        if not self._removed and not dict.__len__(self):
+            return {}
         managed = set(self._stepped())
         found: dict[Tensor, States] = {parameter: {} for parameter in self._removed}
         found |= {parameter: state for parameter, state in dict.items(self) if parameter in managed}

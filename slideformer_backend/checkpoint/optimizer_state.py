@@ -101,8 +101,9 @@ class _StateHooks:
         else:  # another one was assigned: what it holds counts, and nothing else
             changes = {record.parameter: states.pop(record.parameter, {}) for record in self._records()}
             self._show(optimizer)
-        if changes:
-            engine.settle()
+        if not changes:
+            return
+        engine.settle()
         for record in self._records():
             if record.parameter in changes:
                 engine.load_state(record, changes[record.parameter])
