@@ -146,10 +146,10 @@ class _StateHooks:
         engine.settle()
         self._binding.assign()
         for record in self._records():
-            dict.pop(optimizer.state, record.parameter, None)
-            state = loaded.get(id(record.parameter))
-            engine.load_state(record, state or {})
-        self._show(optimizer)
+            optimizer.state.pop(record.parameter, None)
+        self._show(optimizer)  # before anything is refused: what torch has put there is not looked at again
+        for record in self._records():
+            engine.load_state(record, loaded.get(id(record.parameter)) or {})
 
     def adopt(self) -> None:
         """Take over the states that the optimizer holds itself."""
