@@ -21,13 +21,13 @@ class ManagedStates(defaultdict[Tensor, Any]):
     that the engine does not manage are the optimizer's own.
 
     Args:
-        stepped: the managed parameters that have states, in the optimizer's order.
+        managed: the managed parameters, in the optimizer's order, and whether they have states yet.
         copies: the states of one of them.
     """
 
-    def __init__(self, stepped: Callable[[], list[Tensor]], copies: Copies) -> None:
+    def __init__(self, managed: Callable[[], dict[Tensor, bool]], copies: Copies) -> None:
         super().__init__(dict)
-        self._stepped = stepped
+        self._managed = managed
         self._copies = copies
         self._removed: dict[Tensor, None] = {}
         self.is_plain = False
@@ -37,7 +37,7 @@ class ManagedStates(defaultdict[Tensor, Any]):
         """States that a script may have written since the last call (none: they were removed), and forget them."""
         if not self._removed and not dict.__len__(self):
             return {}
-        managed = set(self._stepped())
+        managed = self._managed()
         found: dict[Tensor, States] = {parameter: {} for parameter in self._removed}
         found |= {parameter: state for parameter, state in dict.items(self) if parameter in managed}
         for parameter in found:
@@ -49,7 +49,7 @@ class ManagedStates(defaultdict[Tensor, Any]):
         """Managed parameters whose states only the engine has now; as keys, tensors compare by identity."""
         if self.is_plain:
             return {}
-        stepped = self._stepped()
+        stepped = (parameter for parameter, has_states in self._managed().items() if has_states)
         return {p: None for p in stepped if p not in self._removed and not dict.__contains__(self, p)}
 
     def _show_all(self) -> None:
@@ -98,16 +98,14 @@ class ManagedStates(defaultdict[Tensor, Any]):
         return value
 
     def __delitem__(self, parameter: Tensor) -> None:
-        is_managed = parameter in self._hidden()
-        if dict.__contains__(self, parameter):
-            dict.__delitem__(self, parameter)
-        elif not is_managed:
+        if parameter not in self:
             raise KeyError(parameter)
-        if not self.is_plain:
+        dict.pop(self, parameter, None)
+        if not self.is_plain and parameter in self._managed():
             self._removed[parameter] = None
 
     def clear(self) -> None:
-        self._removed |= dict.fromkeys(self._stepped())
+        self._removed |= dict.fromkeys(self._managed())
         dict.clear(self)
 
     def copy(self) -> Any:

@@ -70,14 +70,14 @@ class _StateHooks:
         if engine is None or engine.config.update == "immediate":
             return
         ours = {id(record.parameter) for record in self._records()}
-        shown = ManagedStates(self._stepped, self._copies_of)
+        shown = ManagedStates(self._managed, self._copies_of)
         shown.update({p: state for p, state in dict.items(optimizer.state) if id(p) not in ours})
         optimizer.state = shown
 
-    def _stepped(self) -> list[torch.Tensor]:
+    def _managed(self) -> dict[torch.Tensor, bool]:
         if self._engine() is None or not self._binding.is_alive:
-            return []
-        return [record.parameter for record in self._records() if record.steps]
+            return {}
+        return {record.parameter: record.steps > 0 for record in self._records()}
 
     def _copies_of(self, parameter: torch.Tensor) -> dict[str, Any]:
         engine = self._engine()

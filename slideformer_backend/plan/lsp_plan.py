@@ -17,7 +17,7 @@ from .partition import Partition
 from .planner import UNKNOWN_BATCH_SHARE, Activations, Request, activation_bytes, head_operations, make_plan
 from .remedies import Change, gib, scaled
 from .spill import Spill
-from .step_time import GEMM_SHARE, HOST_SHARE, StepTime, Work, combine, update_bytes
+from .step_time import GEMM_SHARE, HOST_SHARE, StepTime, Work, combine, forward_seconds, update_bytes
 
 SUM_STAGES = 3
 """Device buffers through which sums of gradients on the host pass: one arrives, one is added to, one leaves."""
@@ -275,7 +275,7 @@ def _time(request: Request, terms: Terms, ledger: LspLedger, sums_away: int) -> 
         out, back = filed / rates["nvme_write"], filed / rates["nvme_read"]
         resources["nvme"] = count * (out + back)
     work = Work(load.tokens, count, head, leaving=inputs, filed=filed)
-    one_forward = resources["compute"] / count * forward / (3 * forward + again)
+    one_forward = forward_seconds(resources["compute"] / count, forward, again)
     found = combine(resources, one_forward, parts.sliding, work, terms, (out, back))
     total = found.total + resources["h2d"] / max(1, len(parts.sliding))  # the first unit's update comes back last
     return found._replace(total=total, tokens_per_second=load.tokens * count / total if total else 0.0)

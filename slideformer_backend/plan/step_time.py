@@ -15,7 +15,7 @@ from .partition import Part, Partition
 
 GEMM_SHARE = 0.74
 """Operations per second of whole layers (norms, attention and element-wise work included) over those of one large
-matrix product. Measured: 0.68 at 3B with 8 sequences of 1,024, 0.73 with 32, 0.80 at 8B."""
+matrix product. From measured steps: 0.68 at 3B with 8 sequences of 1,024, 0.73 with 32."""
 HOST_SHARE = 0.85
 """The CPU update's rate while the GPU copies both ways and the main thread runs, over its rate alone."""
 
@@ -80,7 +80,7 @@ def step_time(
         if amount and not rate:
             return None
         resources[name] = amount / rate if amount else 0.0
-    one_forward = resources["compute"] / count * forward / (3 * forward + again) if forward else 0.0
+    one_forward = forward_seconds(resources["compute"] / count, forward, again)
     touched = sum(device_update_bytes(part, terms) for part in on_device)
     if touched and not rates.get("gpu_memory"):
         return None
@@ -134,6 +134,12 @@ def device_update_bytes(part: Part, terms: Terms) -> int:
             weights = 0 if spec.dtype.itemsize == 4 else spec.dtype.itemsize
             total += spec.shape.numel() * (8 + 8 * terms.moments + 2 * spec.dtype.itemsize + weights)
     return total
+
+
+def forward_seconds(compute: float, forward: float, again: float) -> float:
+    """Of ``compute`` seconds of a micro-batch those of its forward, which has ``forward`` operations, ``again`` of them
+    recomputed; the backward has twice as many."""
+    return compute * forward / (3 * forward + again) if forward else 0.0
 
 
 def combine(

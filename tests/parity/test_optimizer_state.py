@@ -84,6 +84,48 @@ def test_states_are_the_scripts_too(device, precision, when, change):
     check(llama(dtype), script, device, autocast=autocast)
 
 
+@pytest.mark.parametrize("looks", [True, False], ids=["looked at", "given"])
+def test_states_before_the_first_step(device, looks):
+    """A look leaves an empty entry, as torch's own dictionary does; moments that are given begin the training."""
+
+    def script(run):
+        optimizer, parameters = run.optimizer(torch.optim.AdamW, **ADAMW), list(run.model.parameters())
+        if looks:
+            assert all(len(optimizer.state[parameter]) == 0 for parameter in parameters)
+        else:
+            given(optimizer, parameters)
+        for number in range(4):
+            ids = batch(number, device=run.device)
+            loss = language_loss(run.forward(ids), ids)
+            run.see("loss", loss)
+            run.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        run.see_weights()
+
+    check(llama(), script, device)
+
+
+def test_entries_of_other_parameters_are_the_optimizers_own(device):
+    def script(run):
+        other = torch.nn.Parameter(torch.ones(16, device=run.device))
+        optimizer = run.optimizer(torch.optim.AdamW, [*run.model.parameters(), other], **ADAMW)
+        for number in range(4):
+            ids = batch(number, device=run.device)
+            run.backward(language_loss(run.forward(ids), ids) + other.square().sum())
+            optimizer.step()
+            if number == 1:
+                state = dict(optimizer.state[other])
+                del optimizer.state[other]
+                optimizer.state[other] = state
+            optimizer.zero_grad()
+        assert optimizer.state[other]["step"] == 4
+        run.see("other", other)
+        run.see_weights()
+
+    check(llama(), script, device)
+
+
 def test_copies_of_an_optimizer_have_its_states(device):
     def script(run):
         optimizer = run.optimizer(torch.optim.AdamW, **ADAMW)
