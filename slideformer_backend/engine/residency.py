@@ -58,6 +58,8 @@ class Residency:
         self._stepped = -math.inf
         self._step_seconds = math.inf
         self._peak = 0
+        self._worked: dict[str, float] = {}
+        self._busiest: float | None = None
         self._activations: dict[int, int] = {}
 
     @property
@@ -97,16 +99,29 @@ class Residency:
                 unit.weights = self._memory.allocate(f"weights of {unit.name}", 0, dma=False)
 
     def observe_recompute(self, unit: Unit, nbytes: int) -> None:
-        """A recompute of ``unit`` left ``nbytes`` of saved activations on the device."""
-        self._activations[unit.index] = max(nbytes, self._activations.get(unit.index, 0))
+        """A recompute of ``unit`` left ``nbytes`` of saved activations on the device; each graph that still waits for
+        its backward would hold as much, if it kept them."""
+        waiting = sum(not visit.is_done for visit in unit.visits)
+        self._activations[unit.index] = max(nbytes * max(1, waiting), self._activations.get(unit.index, 0))
 
     def after_step(self) -> None:
         """Count a step and note the peak so far."""
         self._steps += 1
         now = time.perf_counter()
+        if self._steps <= OBSERVED_STEPS:
+            self._observe_lanes(now - self._stepped)
         self._step_seconds, self._stepped = min(self._step_seconds, now - self._stepped), now
         if self._backend.device.type == "cuda":
             self._peak = max(self._peak, torch.cuda.max_memory_allocated(self._backend.device))
+
+    def _observe_lanes(self, seconds: float) -> None:
+        """Note which share of a step, of so many seconds, the busiest of host and link has worked, if that is what it
+        would work in others too: updates are computed once, and no drive is waited for."""
+        before, self._worked = self._worked, self._backend.busy()
+        worked = {name: total - before.get(name, 0.0) for name, total in self._worked.items()}
+        busiest = max(worked["update"], worked["h2d"] + worked["back"], worked["d2h"] + worked["out"])
+        is_typical = self._policy.spill.tier is None and not getattr(self._policy, "is_clipping", False)
+        self._busiest = busiest / seconds if is_typical else None
 
     def is_due(self) -> bool:
         """Whether units should be moved before the next forward."""
@@ -122,7 +137,8 @@ class Residency:
         leaving = boundaries.freeable(len(costs))
         away: Away = "host" if leaving <= self._host_room() // 2 else "nvme"
         keeps, where = self._config.recompute, self._config.activations
-        steps = Steps(micro_batches, max(map(self._window.weight_slots, sliding), default=0))
+        slots = max(map(self._window.weight_slots, sliding), default=0)
+        steps = Steps(micro_batches, slots, self._busiest)
 
         def placed(leaving: int) -> Placement:
             return place(

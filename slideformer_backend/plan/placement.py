@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -12,6 +13,12 @@ EDGE_SHARE = 4
 MANY_MICRO_BATCHES = 8
 """From so many on a step should win more by a forward saved in each than by an update saved once: by the times of a
 3B layer at 32,768 tokens on an H200, 9 ms and 4 GiB against 29 ms and 1.5 GiB. Not measured as a whole."""
+LAYER_SHARE = 0.8
+"""What layers compute of a step, at least; a quarter of that is recompute, half backward."""
+LEAST_MOVED = 2
+"""Units on the device behind whose backward and next forward the last update of a step hides."""
+WAITED_SHARE = 0.75
+"""Share of such a step from which they must be what it waits for: forward and updates then take all of it in turn."""
 
 
 def edges_may_update_on_device(nbytes: int, budget: int) -> bool:
@@ -45,10 +52,13 @@ class UnitCost(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """How steps use the units. ``micro_batches`` of one step; ``slots``: weight slots that the window has already."""
+    """How steps use the units. ``micro_batches`` of one step; ``slots``: weight slots that the window has already;
+    ``busiest``: the share of a step in which host or link, whichever is busier, works while no unit is on the device
+    and no update has to be repeated; None: not known."""
 
     micro_batches: int = 1
     slots: int = 0
+    busiest: float | None = None
 
 
 class Placement(NamedTuple):
@@ -79,9 +89,13 @@ def place(
     costs one transfer each way beside compute that takes several times as long.
 
     First units from the front: theirs are the updates exposed at the tail of a step, and each one moved takes its
-    transfers and its share of the host's update away. What is left becomes weight slots: weights that stay in one are
-    not sent again before they change. Recompute is skipped where weights stay from forward to backward, that is once
-    every unit is on the device or has a slot, from the last unit backwards, whose activations live shortest.
+    transfers and its share of the host's update away. Where the GPU is what a step waits for, only as many as host and
+    link need to keep pace with it; then units from the back keep their activations, each in a weight slot of its own
+    from forward to backward, which takes a recompute out of the GPU's work; then more move.
+
+    What is left becomes weight slots: weights that stay in one are not sent again before they change. Once every unit
+    is on the device or has a slot, recompute is skipped with what is still left, from the last unit backwards, whose
+    activations live shortest.
 
     A step of several micro-batches sends weights twice in each and updates them once, so that there slots for all
     come first: they take an eighth of the memory that moving units takes. It recomputes in each, too: with many, or
@@ -91,8 +105,7 @@ def place(
         where: Where = activations
     else:
         near, far = (_fill(units, spare_bytes + more, recompute, steps) for more in (0, boundaries))
-        gains = far[:2] > near[:2] and (far.moved > near.moved or steps.micro_batches > 1)
-        where = away if gains else "gpu"
+        where = away if _worth(far, len(units), steps) > _worth(near, len(units), steps) else "gpu"
     if where != "gpu":
         spare_bytes += boundaries
     filled = _fill(units, spare_bytes, recompute, steps)
@@ -113,42 +126,93 @@ def place(
     return Placement(tuple(resident), tuple(kept), where, filled.slots, f"{reason}; {_gib(filled.left)} GiB stay free.")
 
 
-class _Filled(NamedTuple):
-    """Units from the front that move, weight slots added for the others, units from the back that skip recompute, and
-    bytes left."""
+class _Filling:
+    """Device memory as it is given out: units from the front that move, weight slots added for the others, units from
+    the back that skip recompute, and bytes left."""
 
-    moved: int
-    slots: int
-    kept: int
-    left: int
+    def __init__(self, units: Sequence[UnitCost], spare_bytes: int, slots: int) -> None:
+        self.moved = self.slots = self.kept = 0
+        self.left = max(0, spare_bytes)
+        self._units = units
+        self._slot = max((cost.slot for cost in units), default=0)
+        self._own = slots
+
+    @property
+    def lacking(self) -> int:
+        """Slots that would still give every unit that slides one of its own."""
+        return max(0, len(self._units) - self.moved - self._own - self.slots)
+
+    def add_slots(self) -> None:
+        """As many as lack."""
+        if self._slot:
+            more = min(self.lacking, self.left // self._slot)
+            self.slots += more
+            self.left -= more * self._slot
+
+    def move(self, most: int) -> None:
+        """Up to ``most`` units in all."""
+        for cost in self._units[self.moved : most]:
+            needless = bool(self.slots) and self.slots == len(self._units) - self.moved - self._own
+            freed = self._slot if needless else 0  # a unit that moves needs no slot
+            if cost.resident > self.left + freed:
+                break
+            self.left -= cost.resident - freed
+            self.slots -= needless
+            self.moved += 1
+
+    def keep(self, most: int) -> None:
+        """Up to ``most`` units in all, each with a slot that it holds from forward to backward."""
+        count = len(self._units)
+        for cost in reversed(self._units[count - most : count - self.kept]):
+            lacks = self.lacking > 0
+            needed = cost.activations + (self._slot if lacks else 0)
+            if cost.activations == 0 or needed > self.left:
+                break
+            self.left -= needed
+            self.slots += lacks
+            self.kept += 1
 
 
-def _fill(units: Sequence[UnitCost], spare_bytes: int, recompute: Literal["auto", "always"], steps: Steps) -> _Filled:
-    left, slot, count = max(0, spare_bytes), _slot(units), len(units)
-    moved = slots = kept = 0
-    lacking = max(0, count - steps.slots)
-    repeats = steps.micro_batches > 1
-    if repeats and slot:
-        slots = min(lacking, left // slot)
-        left -= slots * slot
-    if repeats and slots == lacking and recompute != "always" and _keep_first(units, steps):
-        kept = _keeping(units, left)
-        left -= sum(cost.activations for cost in units[count - kept :])
-    for cost in units:
-        freed = slot if slots and slots == count - moved - steps.slots else 0  # a unit that moves needs no slot
-        if (slots < lacking and repeats) or cost.resident > left + freed:
-            break
-        left -= cost.resident - freed
-        slots -= bool(freed)
-        moved += 1
-        lacking = max(0, count - moved - steps.slots)
-    if slot and slots < lacking:
-        more = min(lacking - slots, left // slot)
-        slots, left = slots + more, left - more * slot
-    if slots == lacking and recompute != "always" and not kept:
-        kept = _keeping(units, left)
-        left -= sum(cost.activations for cost in units[count - kept :])
-    return _Filled(moved, slots, kept, left)
+def _fill(units: Sequence[UnitCost], spare_bytes: int, recompute: Literal["auto", "always"], steps: Steps) -> _Filling:
+    filling, count = _Filling(units, spare_bytes, steps.slots), len(units)
+    repeats, may_keep = steps.micro_batches > 1, recompute != "always"
+    if repeats:
+        filling.add_slots()
+        if filling.lacking:
+            return filling
+    if may_keep and repeats and _keep_first(units, steps):
+        filling.keep(count)
+    if may_keep and _enough(count, steps) < count:
+        for kept in range(filling.kept + 1, count + 1):
+            filling.move(_enough(count, steps, kept))
+            if filling.moved >= _enough(count, steps, kept):
+                filling.keep(kept)
+            if filling.kept < kept:
+                break
+    filling.move(count)
+    filling.add_slots()
+    if may_keep and not filling.lacking:
+        filling.keep(count)
+    return filling
+
+
+def _enough(count: int, steps: Steps, kept: int = 0) -> int:
+    """Of ``count`` units those that must be on the device for host and link to keep pace with the GPU where ``kept`` of
+    them recompute nothing. All, if the pace is not known or host or link hold the GPU up."""
+    share = (steps.busiest or math.inf) * steps.micro_batches
+    if share > WAITED_SHARE:
+        return count
+    # what works beside the backward of the last micro-batch and the forward of units that have moved
+    beside = LAYER_SHARE * (3 - kept / count) / 4
+    return min(count, max(LEAST_MOVED, math.ceil(count * (1 - beside / share))))
+
+
+def _worth(filling: _Filling, count: int, steps: Steps) -> tuple[int, ...]:
+    """What inputs of units may leave for; that alone is not reason enough for slots that save transfers once, nor for a
+    recompute where it is not what a step waits for."""
+    enough = _enough(count, steps)
+    kept = filling.kept if enough < count else 0
+    return min(filling.moved, enough), kept, filling.moved, filling.slots if steps.micro_batches > 1 else 0
 
 
 def _keep_first(units: Sequence[UnitCost], steps: Steps) -> bool:
@@ -156,21 +220,6 @@ def _keep_first(units: Sequence[UnitCost], steps: Steps) -> bool:
     time goes with their size, or that of launching it; those an update per step."""
     small = all(MANY_MICRO_BATCHES * cost.activations <= cost.resident for cost in units)
     return steps.micro_batches >= MANY_MICRO_BATCHES or small
-
-
-def _keeping(units: Sequence[UnitCost], left: int) -> int:
-    """How many units from the back may keep their activations."""
-    kept = 0
-    for cost in reversed(units):
-        if cost.activations == 0 or cost.activations > left:
-            break
-        left -= cost.activations
-        kept += 1
-    return kept
-
-
-def _slot(units: Sequence[UnitCost]) -> int:
-    return max((cost.slot for cost in units), default=0)
 
 
 def _gib(nbytes: int) -> str:

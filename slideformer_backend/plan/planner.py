@@ -314,12 +314,18 @@ def _with_residents(request: Request, terms: Terms) -> tuple[Terms, Placement]:
         spare_device_bytes(request.gpu_budget, peak),
         recompute=request.choices.recompute,
         boundaries=leaving,
-        steps=Steps(request.load.accumulate if request.load else 1, terms.prefetch + 2),
+        steps=Steps(request.load.accumulate if request.load else 1, terms.prefetch + 2, _busiest(request, terms)),
     )
     moved = frozenset(placed.resident)
     # the host memory of a unit that moved is worth one gradient buffer more in flight
     spares = terms.spares + len(moved)
     return replace(terms, resident=moved, slots=placed.slots, spares=spares), placed
+
+
+def _busiest(request: Request, terms: Terms) -> float | None:
+    """See ``Steps``: before units move, in a step that is not clipped."""
+    time = None if terms.spilled or terms.filed else _time(request, terms, frozenset())
+    return max(time.resources[name] for name in ("h2d", "d2h", "host")) / time.total if time is not None else None
 
 
 def _costs(request: Request) -> Sequence[UnitCost]:

@@ -28,11 +28,11 @@ class Dropping(Net):
             layer.down = nn.Sequential(layer.down, nn.Dropout(0.2))
 
 
-def keep_all(engine):
-    """As the planner does where memory allows."""
-    engine.window.grow(engine.sliding, LAYERS)
-    kept = tuple(unit.index for unit in engine.sliding)
-    engine.residency.placement = Placement((), kept, "gpu", LAYERS, "")
+def keep(engine, count=LAYERS):
+    """As the planner does where memory allows: the last ``count``, each of which gets a slot."""
+    engine.window.grow(engine.sliding, count)
+    kept = tuple(unit.index for unit in engine.sliding[-count:])
+    engine.residency.placement = Placement((), kept, "gpu", count, "")
 
 
 def start(device, *, keeps, dtype=torch.float32, update="exact", narrow=None, **options):
@@ -43,7 +43,7 @@ def start(device, *, keeps, dtype=torch.float32, update="exact", narrow=None, **
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     engine.bind(optimizer)
     if keeps:
-        keep_all(engine)
+        keep(engine, keeps)
     torch.manual_seed(7)
     return model, engine, optimizer
 
@@ -106,11 +106,13 @@ def test_training_is_bit_equal(device, case, narrow):
             optimizer.zero_grad()
         return finish(model, engine, seen)
 
-    assert same(train(False), train(True))
+    expected = train(0)
+    assert same(expected, train(LAYERS))
+    assert same(expected, train(2))
 
 
 def test_nothing_is_recomputed_and_no_slot_is_added(device):
-    model, engine, optimizer = start(device, keeps=True)
+    model, engine, optimizer = start(device, keeps=LAYERS)
     calls = []
     for number, layer in enumerate(model.layers):
         layer.up.register_forward_hook(lambda *_, number=number: calls.append(number))
@@ -121,6 +123,21 @@ def test_nothing_is_recomputed_and_no_slot_is_added(device):
         optimizer.step()
         optimizer.zero_grad()
     assert calls == list(range(LAYERS)) * 3
+    assert engine.window.device_bytes == size
+    engine.detach()
+
+
+def test_only_those_that_keep_none_are_recomputed(device):
+    model, engine, optimizer = start(device, keeps=2)
+    calls = []
+    for number, layer in enumerate(model.layers):
+        layer.up.register_forward_hook(lambda *_, number=number: calls.append(number))
+    size = engine.window.device_bytes
+    for step in range(3):
+        loss_of(model, tokens_of(step, device)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert calls == [*range(LAYERS), 3, 2, 1, 0] * 3
     assert engine.window.device_bytes == size
     engine.detach()
 
@@ -158,14 +175,15 @@ def _fail(gradient):
 
 def test_graphs_that_overlap_are_kept_dropped_or_interrupted(device):
     found = []
-    for keeps in (False, True):
+    for keeps in (0, LAYERS, 2):
         model, engine, optimizer = start(device, keeps=keeps)
         found.append(finish(model, engine, patterns(model, engine, optimizer, device)))
-    assert same(*found)
+    assert same(found[0], found[1])
+    assert same(found[0], found[2])
 
 
 def test_a_graph_from_before_a_step_is_refused(device):
-    model, engine, optimizer = start(device, keeps=True)
+    model, engine, optimizer = start(device, keeps=LAYERS)
     hidden = model.embed(tokens_of(0, device))
     for layer in model.layers:
         hidden = layer(hidden)
@@ -179,10 +197,10 @@ def test_a_graph_from_before_a_step_is_refused(device):
 
 def test_a_slot_in_use_by_a_graph_is_nobody_elses(device):
     """The window is as small as can be, so that every other unit would take the slot."""
-    model, engine, optimizer = start(device, keeps=False)
+    model, engine, optimizer = start(device, keeps=0)
     first = engine.sliding[0]
     engine.residency.placement = Placement((), (first.index,), "gpu", 0, "")
-    plain, other, step = start(device, keeps=False)
+    plain, other, step = start(device, keeps=0)
     for number in range(3):
         results = []
         for net, of, optim in ((model, engine, optimizer), (plain, other, step)):
@@ -200,7 +218,7 @@ def test_a_slot_in_use_by_a_graph_is_nobody_elses(device):
 
 
 def test_copies_train_alone(device):
-    model, engine, _ = start(device, keeps=True)
+    model, engine, _ = start(device, keeps=LAYERS)
     plain = copy.deepcopy(model).to(device)
     loss_of(plain, tokens_of(0, device)).backward()
     assert all(parameter.grad is not None for parameter in plain.parameters())

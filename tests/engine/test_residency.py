@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import time
+from unittest import mock
 
 import pytest
 import torch
@@ -180,6 +182,75 @@ def test_recompute_is_skipped_once_every_unit_has_a_slot():
     assert place(small, 14, steps=Steps(2, 2))[:2] == ((), (5, 4, 3, 2, 1, 0))
     assert place(small, 24, steps=Steps(1, 2))[:2] == ((0, 1), ())
     assert place(small, 27, steps=Steps(1, 2))[:2] == ((0, 1), (5, 4, 3))
+
+
+def test_where_the_gpu_is_waited_for_activations_come_before_units_that_need_not_move():
+    units = [UnitCost(number, 10, 16, 2) for number in range(20)]
+    steps = Steps(slots=4)
+
+    def placed(spare, busiest, **more):
+        return place(units, spare, steps=steps._replace(busiest=busiest), **more)[:4]
+
+    assert placed(90, None) == ((*range(9),), (), "gpu", 0)
+    assert placed(90, 0.75) == ((*range(5),), (19, 18), "gpu", 4)  # a slot for each that keeps, two from what is left
+    assert placed(90, 0.65) == ((*range(3),), (19, 18, 17), "gpu", 6)
+    assert placed(90, 0.2) == placed(90, 0.65)  # two would be enough, and the rest of the memory takes in a third
+    # with each that keeps there is less to hide updates behind
+    assert [len(found) for found in placed(400, 0.6)[:2]] == [8, 19]
+    assert [len(found) for found in placed(400, 0.2)[:2]] == [6, 20]
+    assert [len(found) for found in placed(600, 0.6)[:2]] == [20, 20]
+    assert placed(90, 0.8) == placed(90, None)  # host or link holds the GPU up
+    assert placed(90, 0.2, recompute="always") == placed(90, None, recompute="always")
+    # inputs leave for an activation, where they do not for a third unit that need not move
+    assert placed(37, 0.2, boundaries=1) == ((0, 1), (19,), "host", 1)
+    assert placed(37, 0.7, boundaries=1) == placed(37, None, boundaries=1) == ((0, 1, 2), (), "gpu", 3)
+
+
+def test_updates_have_one_micro_batch_to_hide_behind():
+    units = [UnitCost(number, 10, 16, 2) for number in range(20)]
+    moved = {share: len(place(units, 90, steps=Steps(2, 4, share)).resident) for share in (0.3, 0.37, 0.4, None)}
+    assert moved == {0.3: 3, 0.37: 5, 0.4: 7, None: 7}
+
+
+def test_what_lanes_have_worked_decides_who_keeps_activations(device, monkeypatch):
+    """Three steps; what the second one shows is what counts."""
+
+    def placement(worked, **clip):
+        torch.manual_seed(0)
+        model = Net(layers=8)
+        engine = attach(model, SlideFormerConfig(prefetch=1), device=device)
+        residency, optimizer = engine.residency, torch.optim.AdamW(model.parameters(), lr=1e-2)
+        engine.bind(optimizer)
+        lanes = [dict.fromkeys(engine.backend.busy(), 0.0)]
+        monkeypatch.setattr(engine.backend, "busy", lambda: lanes[-1])
+        for number in range(3):
+            if number == 2:
+                cost = 16 * sum(parameter.numel() for parameter in model.layers[0].parameters())
+                units = [unit.index for unit in engine.sliding]
+                residency._activations = dict.fromkeys(units, cost // 2)
+                monkeypatch.setattr(type(residency), "budget", property(lambda self: 1 << 40))
+                spare = mock.Mock(return_value=4 * cost)
+                monkeypatch.setattr("slideformer_backend.engine.residency.spare_device_bytes", spare)
+            tokens = torch.arange(16, device=device).view(2, 8)
+            nn.functional.cross_entropy(model(tokens).float().view(-1, 20), tokens.view(-1)).backward()
+            if clip:
+                engine.clip_grad_norm_(model.parameters(), **clip)
+            # as if this step had taken so many seconds that its own count for nothing
+            lanes.append({name: lanes[-1][name] + share * 1e6 for name, share in ({**lanes[0], **worked}).items()})
+            residency._stepped = time.perf_counter() - 1e6
+            optimizer.step()
+            optimizer.zero_grad()
+        engine.settle()
+        engine.detach()
+        return len(residency.placement.resident), len(residency.placement.kept_activations)
+
+    keeps, moves = (2, 2), (4, 0)  # an activation takes half of a unit here, and a slot a quarter
+    assert placement({"update": 0.5}) == keeps
+    assert placement({"update": 0.9}) == moves
+    assert placement({"update": 0.5, "h2d": 0.5, "back": 0.4}) == moves
+    assert placement({"update": 0.5, "d2h": 0.3, "out": 0.6}) == moves
+    assert placement({"update": 0.5}, max_norm=1e-3) == moves  # updates are computed again
+    assert placement({"update": 0.5}, max_norm=1e3) == keeps
 
 
 def test_weights_that_have_a_slot_are_sent_once_per_update(device):

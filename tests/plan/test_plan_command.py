@@ -106,7 +106,8 @@ def test_what_does_not_fit_names_changes(plan):
 
 def test_given_rates_decide_the_step(plan):
     def seconds(*rates):
-        return json.loads(plan("llama-1b", "--batch", 8, *DESCRIBED, *rates, "--json")[1])["step"]
+        always = "--set", "recompute=always"  # rates decide who recomputes, too
+        return json.loads(plan("llama-1b", "--batch", 8, *DESCRIBED, *rates, *always, "--json")[1])["step"]
 
     wide = ("--gpu-bandwidth", "1000000GB", "--link", "200GB")  # updates on the GPU take no time
     slow, fast = seconds("--gpu-tflops", 10, *wide), seconds("--gpu-tflops", 1000, *wide)

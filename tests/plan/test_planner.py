@@ -30,13 +30,13 @@ def test_3b_on_24_gib_is_what_was_measured(request_for):
     """H200, Liger, 32 x 1,024, exact, 24 GiB: eight layers moved once inputs of layers waited in host memory, and a
     step took 1.38 s. With inputs on the device: 1.48 s; 19.6 GiB with three layers moved, before what is left became
     weight slots, when slots of edge units are taken off the 21.8 measured; three or four layers move."""
-    plan = make_plan(request_for("llama-3b", 32))
+    plan = make_plan(request_for("llama-3b", 32, recompute="always"))
     assert plan.verdict == "fits"
     assert len(plan.terms.resident) in (7, 8)
     assert plan.host_activations > 0
     assert plan.time.bottleneck == "compute"
     assert plan.time.total == pytest.approx(1.38, rel=0.05)
-    plan = make_plan(request_for("llama-3b", 32, activations="gpu"))
+    plan = make_plan(request_for("llama-3b", 32, activations="gpu", recompute="always"))
     assert len(plan.terms.resident) in (3, 4)
     assert plan.time.total == pytest.approx(1.48, rel=0.15)
     three = dataclasses.replace(plan.terms, resident=frozenset(range(3)), slots=0)

@@ -119,9 +119,9 @@ class EngineSide(Side):
             self.engine.policy.deferred = seed % 3 - 1  # none or one, where all would be put off at first
         boundaries = self.engine.boundaries
         boundaries.least, boundaries.kept = 0, 1  # two of three leave
-        if seed % 5 == 2:  # nothing is recomputed, weights stay in slots
-            self.engine.window.grow(self.engine.sliding, len(self.engine.sliding))
-            kept = tuple(unit.index for unit in self.engine.sliding)
+        if seed % 5 == 2:  # nothing is recomputed, or the last unit is not: weights stay in slots
+            kept = tuple(unit.index for unit in self.engine.sliding[-1 if seed % 2 else 0 :])
+            self.engine.window.grow(self.engine.sliding, len(kept))
             self.engine.residency.placement = Placement((), kept, "gpu", len(kept), "")
         for optimizer in self.optimizers:
             self.engine.bind(optimizer)
