@@ -76,6 +76,11 @@ def rms_norm_forward_kernel(
         if not EARLY:
             weight = tl.load(weight_ptr + column, mask=column < columns, other=0.0)
         y = y * (weight.to(tl.float32) + offset)
+    if ROWS == 1 and y_ptr.dtype.element_ty == tl.bfloat16:
+        # Rounded one by one, which is slower than in pairs and so spreads a program's stores in time: 1 % less time at
+        # 4,096 on an H200. A 0 that no compiler foresees forbids pairs; added to the bits it keeps -0.0, inf and NaN.
+        zero = tl.where(eps == eps, 0, 1)
+        y = (y.to(tl.bfloat16).to(tl.float32).to(tl.int32, bitcast=True) + zero).to(tl.float32, bitcast=True)
     tl.store(y_ptr + row * columns + column, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 

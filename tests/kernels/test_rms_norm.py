@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from slideformer_backend.kernels import rms_norm as module
-from slideformer_backend.kernels import rms_norm_backward
+from slideformer_backend.kernels import rms_norm_backward, twins
 from slideformer_backend.kernels.column_sum import column_sum
 from slideformer_backend.kernels.rms_norm import NormConfig, rms_norm, rms_norm_add
 from tests.kernels.truth import DEVICE, check
@@ -100,6 +100,34 @@ def test_rows_of_zeros_and_huge_values():
     x[0] = 0
     x[1] *= 1e15
     compare([x, None, w], llama)
+
+
+@pytest.mark.parametrize("residual", [False, True], ids=["alone", "residual"])
+@pytest.mark.parametrize("eps", [0.0, 1], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:])
+def test_bits_of_special_values(dtype, eps, residual):
+    """Signed zeros, infinities, NaN, subnormals, ties of rounding: as plain torch's. 1/rms is a power of 2: exact."""
+    tiny, most = torch.finfo(dtype).smallest_normal, torch.finfo(dtype).max
+    step = torch.finfo(dtype).eps
+    special = [0.0, tiny, tiny * step, tiny * step * 0.75, tiny * step / 4, tiny * (1 - step), 1 + step / 2]
+    special += [1 + 1.5 * step, most, most / 2, most * (1 + step / 4), 1e-44, 3e38, torch.inf, torch.nan]
+    weight = torch.tensor([sign * value for value in special for sign in (1, -1)] * 128, device=DEVICE)[:2048]
+    signs = torch.tensor([1, -1, -1, 1]).repeat(512)
+    order = torch.randperm(2048, generator=torch.Generator().manual_seed(2))
+    x = torch.zeros(5, 2048)
+    x[:, : (3 if eps else 1) * 512] = 2  # the mean square is 3, or 1
+    x = (x * signs)[:, order]
+    x[2, 7], x[3, 7], x[4, 7] = torch.inf, -torch.inf, torch.nan
+    x = x.to(DEVICE, dtype)
+    extra = torch.full_like(x, -0.0)
+    found = rms_norm_add(x, extra, weight, eps)[0] if residual else rms_norm(x, weight, eps)
+    expected = twins.rms_norm(x + extra if residual else x, weight, eps)
+    is_nan = expected.isnan()
+    assert (found.isnan() == is_nan).all()
+    assert (found.view(torch.int16) == expected.view(torch.int16))[~is_nan].all()
+    for kind in (expected == 0, expected.isinf(), is_nan, (expected != 0) & (expected.abs() < tiny)):
+        assert kind[:2].any(), "none of a kind that is asked about"
+    assert ((expected == 0) & expected.signbit()).any()
 
 
 def test_strides():
