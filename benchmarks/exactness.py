@@ -17,6 +17,7 @@ import gc
 import json
 import os
 import sys
+import time
 from typing import NamedTuple
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -28,6 +29,8 @@ from train_llama import SHAPES, batches, make_model
 from slideformer_backend.api import attach
 from slideformer_backend.benchmarks.harness.exact import LEARNING_RATE, WEIGHT_DECAY, Reference, deterministic
 from slideformer_backend.config import SlideFormerConfig
+
+BEGAN = time.perf_counter()
 
 
 class Seen(NamedTuple):
@@ -67,8 +70,10 @@ def main() -> int:
     data = batches(args.steps * args.accumulate, args.sequences, args.length, SHAPES[args.shape]["vocab_size"], device)
     with deterministic():
         managed, repairs, order = train_managed(args, data, device)
+        say("managed run done")
         first = train_plainly(args, data, device, order)
         second = train_plainly(args, data, device, order)
+        say("plain runs done")
     noise, ours = difference(first, second, device), difference(first, managed, device)
     is_repeatable = not any(noise.values()) and first.losses == second.losses
     agrees = (
@@ -89,6 +94,11 @@ def main() -> int:
     }
     print("EXACT " + json.dumps(result), flush=True)
     return int(not agrees)
+
+
+def say(what: str) -> None:
+    """A line to the error stream: where a run that is cut short was."""
+    print(f"{time.perf_counter() - BEGAN:6.1f} s {what}", file=sys.stderr, flush=True)
 
 
 def make(args: argparse.Namespace, device: torch.device) -> nn.Module:
@@ -142,6 +152,7 @@ def train_managed(args: argparse.Namespace, data: list[Tensor], device: torch.de
             engine.clip_grad_norm_(model.parameters(), args.max_norm)
         optimizer.step()
         optimizer.zero_grad()
+        say(f"step {step + 1} issued")
     engine.settle()
     seen = Seen(losses, gradients, {name: kept(p) for name, p in model.named_parameters()})
     repairs = engine.policy.repairs

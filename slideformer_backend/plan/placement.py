@@ -105,7 +105,7 @@ def place(
         where: Where = activations
     else:
         near, far = (_fill(units, spare_bytes + more, recompute, steps) for more in (0, boundaries))
-        where = away if _worth(far, len(units), steps) > _worth(near, len(units), steps) else "gpu"
+        where = away if _worth(far, units, steps) > _worth(near, units, steps) else "gpu"
     if where != "gpu":
         spare_bytes += boundaries
     filled = _fill(units, spare_bytes, recompute, steps)
@@ -182,10 +182,10 @@ def _fill(units: Sequence[UnitCost], spare_bytes: int, recompute: Literal["auto"
             return filling
     if may_keep and repeats and _keep_first(units, steps):
         filling.keep(count)
-    if may_keep and _enough(count, steps) < count:
+    if may_keep and _enough(units, steps) < count:
         for kept in range(filling.kept + 1, count + 1):
-            filling.move(_enough(count, steps, kept))
-            if filling.moved >= _enough(count, steps, kept):
+            filling.move(_enough(units, steps, kept))
+            if filling.moved >= _enough(units, steps, kept):
                 filling.keep(kept)
             if filling.kept < kept:
                 break
@@ -196,22 +196,23 @@ def _fill(units: Sequence[UnitCost], spare_bytes: int, recompute: Literal["auto"
     return filling
 
 
-def _enough(count: int, steps: Steps, kept: int = 0) -> int:
-    """Of ``count`` units those that must be on the device for host and link to keep pace with the GPU where ``kept`` of
-    them recompute nothing. All, if the pace is not known or host or link hold the GPU up."""
-    share = (steps.busiest or math.inf) * steps.micro_batches
-    if share > WAITED_SHARE:
+def _enough(units: Sequence[UnitCost], steps: Steps, kept: int = 0) -> int:
+    """Units that must be on the device for host and link to keep pace with the GPU where ``kept`` units recompute
+    nothing. All, if the pace is not known, if host or link hold the GPU up, or if a unit saves less than moving it
+    takes: a step that was slow for another reason would look as if the GPU had much to do."""
+    count, share = len(units), (steps.busiest or math.inf) * steps.micro_batches
+    if share > WAITED_SHARE or any(cost.activations < cost.resident for cost in units):
         return count
     # what works beside the backward of the last micro-batch and the forward of units that have moved
     beside = LAYER_SHARE * (3 - kept / count) / 4
     return min(count, max(LEAST_MOVED, math.ceil(count * (1 - beside / share))))
 
 
-def _worth(filling: _Filling, count: int, steps: Steps) -> tuple[int, ...]:
+def _worth(filling: _Filling, units: Sequence[UnitCost], steps: Steps) -> tuple[int, ...]:
     """What inputs of units may leave for; that alone is not reason enough for slots that save transfers once, nor for a
     recompute where it is not what a step waits for."""
-    enough = _enough(count, steps)
-    kept = filling.kept if enough < count else 0
+    enough = _enough(units, steps)
+    kept = filling.kept if enough < len(units) else 0
     return min(filling.moved, enough), kept, filling.moved, filling.slots if steps.micro_batches > 1 else 0
 
 

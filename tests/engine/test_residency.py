@@ -200,6 +200,8 @@ def test_where_the_gpu_is_waited_for_activations_come_before_units_that_need_not
     assert [len(found) for found in placed(400, 0.2)[:2]] == [6, 20]
     assert [len(found) for found in placed(600, 0.6)[:2]] == [20, 20]
     assert placed(90, 0.8) == placed(90, None)  # host or link holds the GPU up
+    small = [cost._replace(activations=9) for cost in units]
+    assert place(small, 90, steps=steps._replace(busiest=0.2)) == place(small, 90, steps=steps)
     assert placed(90, 0.2, recompute="always") == placed(90, None, recompute="always")
     # inputs leave for an activation, where they do not for a third unit that need not move
     assert placed(37, 0.2, boundaries=1) == ((0, 1), (19,), "host", 1)
@@ -215,7 +217,7 @@ def test_updates_have_one_micro_batch_to_hide_behind():
 def test_what_lanes_have_worked_decides_who_keeps_activations(device, monkeypatch):
     """Three steps; what the second one shows is what counts."""
 
-    def placement(worked, **clip):
+    def placement(worked, size=1, **clip):
         torch.manual_seed(0)
         model = Net(layers=8)
         engine = attach(model, SlideFormerConfig(prefetch=1), device=device)
@@ -227,7 +229,7 @@ def test_what_lanes_have_worked_decides_who_keeps_activations(device, monkeypatc
             if number == 2:
                 cost = 16 * sum(parameter.numel() for parameter in model.layers[0].parameters())
                 units = [unit.index for unit in engine.sliding]
-                residency._activations = dict.fromkeys(units, cost // 2)
+                residency._activations = dict.fromkeys(units, cost * size)
                 monkeypatch.setattr(type(residency), "budget", property(lambda self: 1 << 40))
                 spare = mock.Mock(return_value=4 * cost)
                 monkeypatch.setattr("slideformer_backend.engine.residency.spare_device_bytes", spare)
@@ -244,9 +246,10 @@ def test_what_lanes_have_worked_decides_who_keeps_activations(device, monkeypatc
         engine.detach()
         return len(residency.placement.resident), len(residency.placement.kept_activations)
 
-    keeps, moves = (2, 2), (4, 0)  # an activation takes half of a unit here, and a slot a quarter
+    keeps, moves = (2, 1), (4, 0)  # an activation takes as much as a unit here, and a slot a quarter of that
     assert placement({"update": 0.5}) == keeps
     assert placement({"update": 0.9}) == moves
+    assert placement({"update": 0.5}, size=0.9) == moves
     assert placement({"update": 0.5, "h2d": 0.5, "back": 0.4}) == moves
     assert placement({"update": 0.5, "d2h": 0.3, "out": 0.6}) == moves
     assert placement({"update": 0.5}, max_norm=1e-3) == moves  # updates are computed again
