@@ -7,6 +7,7 @@ Recompute is not counted, so MFU compares with other systems' figures.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
@@ -16,6 +17,8 @@ import torch
 from torch import nn
 
 PREFIX = "slideformer/"
+
+logger = logging.getLogger(__name__)
 
 # Dense bf16 tensor-core operations per second, from NVIDIA's data sheets; the first name that occurs counts.
 _PEAKS = {
@@ -125,31 +128,61 @@ class Operations(NamedTuple):
     per_position: float
 
     @classmethod
-    def of(cls, model: nn.Module) -> Operations:
-        """Those of ``model``: experts by the share that a token visits, embeddings only where the head uses them."""
-        config = getattr(model, "config", None)
-        config = getattr(config, "text_config", config)
-        experts = next((int(n) for name in _EXPERTS if (n := getattr(config, name, None))), 1)
-        share = min(1.0, int(getattr(config, "num_experts_per_tok", None) or experts) / experts)
-        output: Callable[[], object] = getattr(model, "get_output_embeddings", lambda: None)
-        head = output()
-        tied = id(head.weight) if isinstance(head, nn.Module) and hasattr(head, "weight") else None
-        total, seen = 0.0, set()
-        for name, module in model.named_modules():
-            for parameter in module._parameters.values():
-                if parameter is None or parameter.dim() < 2 or id(parameter) in seen:
-                    continue
-                if isinstance(module, nn.Embedding) and id(parameter) != tied:
-                    continue
-                seen.add(id(parameter))
-                visited = share if ".experts" in name else 1.0
-                total += visited * parameter.numel() * (6 if parameter.requires_grad else 4)
-        layers = int(getattr(config, "num_hidden_layers", 0) or 0)
-        width = int(getattr(config, "num_attention_heads", 0) or 0) * int(getattr(config, "head_dim", 0) or 0)
-        return cls(total, 12.0 * layers * (width or int(getattr(config, "hidden_size", 0) or 0)))
+    def of(cls, model: nn.Module) -> Operations | None:
+        """Those of ``model``: experts by the share that a token visits, embeddings only where the head uses them.
+
+        None where they cannot be told: the configuration has a figure that differs between layers, or lacks one.
+        """
+        try:
+            config = getattr(model, "config", None)
+            config = getattr(config, "text_config", config)
+            return cls(_per_token(model, config), _per_position(config))
+        except Exception as error:  # the model's own code and configuration, of any library; no figure ends a run
+            logger.debug("SlideFormer: no MFU for %s: %s", type(model).__name__, error)
+            return None
 
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+def _per_token(model: nn.Module, config: object) -> float:
+    output: Callable[[], object] = getattr(model, "get_output_embeddings", lambda: None)
+    head = output()
+    tied = id(head.weight) if isinstance(head, nn.Module) and hasattr(head, "weight") else None
+    share, total, seen = None, 0.0, set()
+    for name, module in model.named_modules():
+        for parameter in module._parameters.values():
+            if parameter is None or parameter.dim() < 2 or id(parameter) in seen:
+                continue
+            if isinstance(module, nn.Embedding) and id(parameter) != tied:
+                continue
+            seen.add(id(parameter))
+            visited = 1.0
+            if ".experts" in name:
+                visited = share = _share(config) if share is None else share
+            total += visited * parameter.numel() * (6 if parameter.requires_grad else 4)
+    return total
+
+
+def _share(config: object) -> float:
+    experts, visited = _number(config, *_EXPERTS), _number(config, "num_experts_per_tok")
+    if not experts or not visited:
+        raise ValueError("the configuration does not say how many experts a token visits")
+    return min(1.0, visited / experts)
+
+
+def _per_position(config: object) -> float:
+    layers = _number(config, "num_hidden_layers")
+    width = _number(config, "num_attention_heads") * _number(config, "head_dim")
+    return 12.0 * layers * (width or _number(config, "hidden_size"))
+
+
+def _number(config: object, *names: str) -> int:
+    """The first of these fields that is set; 0 where none is. A list counts where it says the same for all layers."""
+    value = next((value for name in names if (value := getattr(config, name, None))), 0)
+    if isinstance(value, (list, tuple)):
+        (value,) = set(value)
+    return int(value)
 
 
 class Sample(NamedTuple):

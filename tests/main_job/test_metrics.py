@@ -1,12 +1,23 @@
 """The figures of a run: what they are, where they appear, and that nothing else of a script's logs changes."""
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    Gemma4TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 
 from slideformer_backend import SlideFormerPlugin, api
 from slideformer_backend.engine.report import EngineReport
@@ -160,6 +171,35 @@ class TestOperations:
 
     def test_any_module_has_some(self):
         assert Operations.of(torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.ReLU())) == (90, 0)
+
+    def test_no_configuration_ends_a_run(self):
+        """Swin has lists, Gemma 4 raises, and whatever else there is: a figure or none."""
+        for kind, configuration in CONFIG_MAPPING.items():
+            module = torch.nn.Linear(3, 5)
+            try:
+                module.config = configuration()
+            except Exception:  # has no defaults, or needs a hub
+                continue
+            operations = Operations.of(module)
+            assert operations is None or operations.per_token == 90, kind
+        gemma = Gemma4TextConfig(**SMALL, vocab_size_per_layer_input=64, hidden_size_per_layer_input=8)
+        assert Operations.of(AutoModelForCausalLM.from_config(gemma)) is None
+
+    def test_there_is_none_where_the_configuration_does_not_say(self):
+        known = MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2))
+        expected = Operations.of(known)
+        assert expected is not None
+        said = known.config.to_dict()
+        known.config = SimpleNamespace(**{**said, "num_experts_per_tok": [2, 2]})  # as HunYuan-MoE has it
+        assert Operations.of(known) == expected
+        for wrong in ([1, 2], None, "two"):
+            known.config = SimpleNamespace(**{**said, "num_experts_per_tok": wrong})
+            assert Operations.of(known) is None
+        meter = Meter(Operations.of(known), 1e12)
+        meter.follow(report)
+        meter.tokens(100, 20)
+        assert meter.mfu() is None
+        assert "slideformer/mfu" not in meter.read()
 
     def test_the_peak_is_known_for_known_devices(self, monkeypatch):
         assert peak_of(torch.device("cpu")) is None
