@@ -25,6 +25,8 @@ from slideformer_backend.integrations.session import session
 if TYPE_CHECKING:
     from slideformer_backend.api import Engine
 
+_CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
+
 _pending: WeakKeyDictionary[nn.Module, PendingMove] = WeakKeyDictionary()
 
 
@@ -109,8 +111,9 @@ def wrap_to(original: Callable[..., Any]) -> Callable[..., Any]:
         if not session.is_active():
             return original(self, *args, **kwargs)
         device, dtype, memory_format = _parse(*args, **kwargs)
-        if engine_around(self) is not None:
-            _refuse_cast(self, dtype)
+        engine = engine_around(self)
+        if engine is not None:
+            _refuse_cast(self, engine, dtype)
             return self
         if device is None or not is_accelerator(device) or not slides(self):
             if device is not None:
@@ -138,13 +141,30 @@ def wrap_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
     return cuda
 
 
+def wrap_cast(dtype: torch.dtype) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """``Module.half`` and its like: as ``Module.to``, for a model that an engine drives."""
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def cast(self: nn.Module) -> Any:
+            drives = session.is_active() and next(self.parameters(), None) is not None
+            return self.to(dtype) if drives and engine_around(self) is not None else original(self)
+
+        return cast
+
+    return wrap
+
+
 def _parse(*args: Any, **kwargs: Any) -> tuple[torch.device | None, torch.dtype | None, Any]:
     device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
     return device, dtype, memory_format
 
 
-def _refuse_cast(module: nn.Module, dtype: torch.dtype | None) -> None:
-    found = {p.dtype for p in module.parameters() if p.is_floating_point()}
+def _refuse_cast(module: nn.Module, engine: Engine, dtype: torch.dtype | None) -> None:
+    """Refuses a cast to another dtype than the user's, which a parameter in the window may not show at the moment."""
+    records = {parameter: engine.record_of(parameter) for parameter in module.parameters()}
+    kinds = {parameter.dtype if record is None else record.spec.dtype for parameter, record in records.items()}
+    found = {kind for kind in kinds if kind.is_floating_point}
     if dtype is not None and found - {dtype}:
         raise UnsupportedError(
             f"The dtype of a {type(module).__name__} that SlideFormer manages cannot be changed.",
@@ -160,4 +180,8 @@ def patches() -> tuple[Patch, ...]:
     return (
         Patch("torch.nn.modules.module", "Module.to", wrap_to, purpose),
         Patch("torch.nn.modules.module", "Module.cuda", wrap_cuda, purpose, ("device",)),
+        *(
+            Patch("torch.nn.modules.module", f"Module.{name}", wrap_cast(dtype), "refusing to change dtypes that slide")
+            for name, dtype in _CASTS.items()
+        ),
     )

@@ -206,3 +206,50 @@ def test_generating_leaves_training_as_it_was(device, policy, options):
     without = run_managed(llama(), training(False), device, policy=policy)
     with_it = run_managed(llama(), training(True), device, policy=policy)
     assert_same(without.seen, with_it.seen)
+
+
+class Casting(nn.Module):
+    """A layer that casts its parts in its forward, as the router of Switch Transformers does."""
+
+    def __init__(self, cast, dtype=torch.float32):
+        super().__init__()
+        self.up, self.down, self.cast, self.dtype = nn.Linear(8, 16), nn.Linear(16, 8), cast, dtype
+
+    def forward(self, x):
+        if self.cast == "to":
+            self.up = self.up.to(self.dtype)
+        elif self.cast:
+            getattr(self.up, self.cast)()
+        return x + self.down(torch.sin(self.up(x)))
+
+
+@pytest.mark.parametrize("cast", ["", "to", "float"])
+def test_a_cast_to_the_dtype_that_a_layer_has_changes_nothing(device, active, cast):
+    """Under autocast the window holds bf16 weights of an fp32 model."""
+    from accelerate import Accelerator
+
+    def losses(cast):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Casting(cast) for _ in range(4)))
+        accelerator = Accelerator(mixed_precision="bf16")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        for _ in range(2):
+            loss = model(torch.ones(2, 8)).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            yield loss.item()
+        accelerator.free_memory()
+
+    assert list(losses(cast)) == list(losses(""))
+
+
+@pytest.mark.parametrize("cast", ["to", "bfloat16"])
+def test_a_cast_to_the_working_dtype_is_refused(device, active, cast):
+    from accelerate import Accelerator
+
+    model = nn.Sequential(*(Casting(cast, torch.bfloat16) for _ in range(4)))
+    model = Accelerator(mixed_precision="bf16").prepare(model)
+    with pytest.raises(UnsupportedError, match=r"dtype of a Linear.*float32.*bfloat16.*before prepare"):
+        model(torch.ones(2, 8))
