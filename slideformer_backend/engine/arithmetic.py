@@ -151,7 +151,7 @@ class Arithmetic:
     def _cut(self, count: int, whole: int) -> Iterator[slice]:
         """Slices of ``count`` elements such that ``whole`` elements make a few per worker."""
         size = -(-whole // (BLOCK * self._workers.threads * self.slices_per_worker)) * BLOCK
-        for start in range(0, count, size):
+        for start in range(0, count, max(size, BLOCK)):  # a parameter may have no elements
             yield slice(start, min(start + size, count))
 
 

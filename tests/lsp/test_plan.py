@@ -9,6 +9,8 @@ import yaml
 
 from slideformer_backend.commands.plan import main
 from slideformer_backend.config import SlideFormerConfig
+from slideformer_backend.lsp_settings import LspSettings
+from slideformer_backend.plan.cores import is_compressed
 from slideformer_backend.plan.machine import CONTEXT_BYTES
 
 LLAMA_7B = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
@@ -109,3 +111,9 @@ def test_what_prepare_refuses_is_refused_here(plan, given, words):
     code, _, err = plan(*LSP, *given)
     assert code == 2
     assert words in err
+
+
+@pytest.mark.parametrize("shape", [(0, 4096), (4096, 0), (0, 0)])
+def test_a_matrix_without_elements_has_no_core(shape):
+    assert is_compressed((4096, 4096), LspSettings())
+    assert not is_compressed(shape, LspSettings())

@@ -440,3 +440,60 @@ def test_metadata_of_parameters(device, policy):
         run.see("bytes", sum(p.nbytes for p in run.model.parameters()))
 
     check(llama(torch.float32), script, device, policy=policy)
+
+
+class Hollow(Block):
+    """A block with parameters of no elements: one among others, one between them, one of a part of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.before = nn.Parameter(torch.zeros(0, HIDDEN))
+        self.part = nn.RMSNorm(0)
+        self.after = nn.Parameter(torch.zeros(0))
+
+    def forward(self, x):
+        nothing = self.before.sum() + self.after.sum()
+        return super().forward(x) + self.part(x[..., :0]).sum() + nothing
+
+
+class Void(nn.Module):
+    """A repeated block of which no parameter has an element."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.RMSNorm(0)
+
+    def forward(self, x):
+        return x + self.inner(x[..., :0]).sum()
+
+
+@each_policy
+@each_precision
+@pytest.mark.parametrize("where", ["among others", "whole blocks", "edge"])
+def test_parameters_without_elements(device, policy, precision, where):
+    dtype, autocast = PRECISIONS[precision]
+
+    def make():
+        model = Stack()
+        if where == "edge":
+            model.norm.extra = nn.Parameter(torch.zeros(0, HIDDEN))
+            model.register_parameter("empty", nn.Parameter(torch.zeros(0)))
+        else:
+            model.blocks = nn.ModuleList(Hollow() if where == "among others" else Void() for _ in range(3))
+        return model.to(dtype).train()
+
+    def script(run):
+        optimizer = run.optimizer(torch.optim.AdamW, **ADAMW)
+        for number in range(3):
+            ids = batch(number, device=run.device)
+            loss = language_loss(run.forward(ids), ids) + sum(p.sum() for p in run.model.parameters(recurse=False))
+            run.see("loss", loss)
+            run.backward(loss)
+            if policy == "exact":
+                run.clip(0.1)
+            run.see_gradients()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.see_weights()
+
+    check(make, script, device, policy=policy, autocast=autocast)
