@@ -156,16 +156,20 @@ class Binding:
                     continue
                 warm_up(self.rule, record.gradient_kind, record.weight_kind, update, states=states)
 
+    def run_whole(self) -> None:
+        """The optimizer's own step on all it has: its groups may hold lists beside ``params``, in the same order."""
+        step = type(self.optimizer).step
+        getattr(step, "__wrapped__", step)(self.optimizer)  # hooks have run already
+
     def run_on(self, parameters: Sequence[torch.Tensor]) -> None:
-        """The optimizer's own step on some of its parameters only."""
+        """As ``run_whole`` on some of its parameters only; for the optimizers of torch that a fused rule stands for."""
         wanted = {id(parameter) for parameter in parameters}
         groups = self.optimizer.param_groups
         kept = [group["params"] for group in groups]
         try:
             for group in groups:
                 group["params"] = [parameter for parameter in group["params"] if id(parameter) in wanted]
-            step = type(self.optimizer).step
-            getattr(step, "__wrapped__", step)(self.optimizer)  # hooks have run already
+            self.run_whole()
         finally:
             for group, original in zip(groups, kept, strict=True):
                 group["params"] = original

@@ -74,14 +74,13 @@ class Stepper:
         if isinstance(self._policy, Immediate):
             self._confirm(self._policy, records)
         present = [record for record in records if record.has_gradient]
-        foreign = binding.foreign()
         if not self._is_finite(present):
             self._skip(binding)
             return
         self._skips_in_a_row = 0
         self._policy.spill.check()  # from here on the step counts: what fails later is raised by the next call
         if binding.rule is None:
-            self._step_whole(binding, present, foreign)
+            present = self._step_whole(binding, records)
         else:
             on_device = [record for record in present if record.unit.updates_on_device]
             on_host = [record for record in present if not record.unit.updates_on_device]
@@ -89,6 +88,7 @@ class Stepper:
                 self._edges.device_units.absorb(unit)
             self._edges.device_units.step(on_device, binding.entries(on_device, with_clip=True))
             self._policy.step(on_host, binding.entries(on_host, with_clip=True))
+            foreign = binding.foreign()
             if foreign:
                 binding.run_on(foreign)
         if isinstance(self._policy, RedoLog):
@@ -152,23 +152,29 @@ class Stepper:
                 remedy="lower the learning rate, check the data, or set nonfinite: as_plain",
             )
 
-    def _step_whole(self, binding: Binding, records: Sequence[ParamRecord], foreign: Sequence[torch.Tensor]) -> None:
-        units = {record.unit for record in records}
+    def _step_whole(self, binding: Binding, records: Sequence[ParamRecord]) -> list[ParamRecord]:
+        """Returns what the optimizer may have written: beside parameters that have a gradient those that lie with them.
+        All others it has are guarded, as for any user code."""
+        units = {record.unit for record in records if record.has_gradient}
+        records = [record for record in records if record.unit in units and record.spec.is_trainable]
         for record in records:
             self._apply_coefficient(record)
         for unit in units:
             if unit.is_resident:
                 self._edges.copy_gradient(unit, is_last=False)
             self._policy.settle(unit)
+            if unit.updates_on_device:
+                self._edges.device_units.absorb(unit)
             self._backend.synchronize("host waits for gradient", unit.gradient.filled if unit.gradient else None)
             self._backend.synchronize("host waits for norm", unit.measured)
         with as_masters(records):
-            binding.run_on([*foreign, *(record.parameter for record in records)])
+            binding.run_whole()
         for unit in units:
             if unit.updates_on_device:
                 self._edges.device_units.adopt(unit)
             else:
                 self._policy.adopt(unit)
+        return records
 
     def _confirm(self, policy: Immediate, records: Sequence[ParamRecord]) -> None:
         applied = [record for record in records if id(record) in policy.applied]

@@ -25,14 +25,12 @@ def as_masters(records: Sequence[ParamRecord]) -> Iterator[None]:
         for record in records:
             parameter = record.parameter
             gradient = _gradient(record)
-            if gradient is None:
-                continue
             with torch._C.DisableTorchFunctionSubclass():
                 kept.append((record, parameter.data, device_gradient(record)))
                 parameter.grad = None
             parameter.__class__ = record.own_class
             parameter.data = join_master(record)
-            parameter.grad = gradient.float()
+            parameter.grad = None if gradient is None else gradient.float()
         yield
     finally:
         for record, data, device_held in kept:
@@ -45,6 +43,8 @@ def as_masters(records: Sequence[ParamRecord]) -> Iterator[None]:
 
 
 def _gradient(record: ParamRecord) -> torch.Tensor | None:
+    if not record.has_gradient:
+        return None
     if record.unit.updates_on_device:
         gradient = device_gradient(record)
         return None if gradient is None else plain(gradient)

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from torch import nn
 
 from slideformer_backend.errors import UnsupportedError
 from slideformer_backend.optim.lion import Lion
-from tests.parity.harness import POLICIES, check, run_managed
-from tests.parity.models import batch, language_loss, llama, stack, steps
+from tests.parity.harness import POLICIES, PRECISIONS, check, run_managed
+from tests.parity.models import HIDDEN, Stack, batch, language_loss, llama, stack, steps
 
 ADAMW = {"lr": 1e-2, "fused": True}
 
@@ -345,3 +346,50 @@ def test_an_optimizer_keeps_its_own_reset(device):
         run.see("resets", torch.tensor(optimizer.resets))
 
     check(llama(torch.bfloat16), script, device, policy="exact")
+
+
+class ByName(torch.optim.Optimizer):
+    """Has a list beside ``params``, and shrinks what has no gradient but may be written."""
+
+    def __init__(self, named, lr):
+        names, parameters = zip(*named, strict=True)
+        super().__init__([{"params": list(parameters), "names": list(names)}], {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter, name in zip(group["params"], group["names"], strict=True):
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad, alpha=-group["lr"] * (0.125 if "bias" in name else 1.0))
+                elif "unused" in name:
+                    parameter.mul_(0.5)
+
+
+class PartlyUsed(Stack):
+    def __init__(self):
+        super().__init__()
+        for block in self.blocks:
+            block.unused = nn.Parameter(torch.ones(HIDDEN))
+        self.norm.unused = nn.Parameter(torch.ones(HIDDEN))
+        self.embed.requires_grad_(False)
+        self.blocks[0].up.requires_grad_(False)
+
+
+@each_policy
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_an_optimizer_sees_all_its_parameters_in_order(device, policy, precision):
+    dtype, autocast = PRECISIONS[precision]
+
+    def script(run):
+        optimizer = run.bind(ByName(list(run.model.named_parameters()), 0.5))
+        steps(run, optimizer)
+        unused = [parameter for name, parameter in run.model.named_parameters() if "unused" in name]
+        assert [parameter[0].item() for parameter in unused] == [0.5**3] * 4
+
+    def make():
+        return PartlyUsed().to(dtype).train()
+
+    if dtype is torch.float32:
+        check(make, script, device, policy=policy, autocast=autocast)
+    else:  # plain torch rounds every step to bf16
+        run_managed(make, script, device, policy=policy, autocast=autocast)
