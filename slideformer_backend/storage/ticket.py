@@ -6,6 +6,8 @@ import os
 import threading
 from typing import TYPE_CHECKING, Any
 
+from ..errors import UnsupportedError
+
 if TYPE_CHECKING:
     import torch
 
@@ -84,6 +86,14 @@ class Ticket:
                 latch.acquire()
         with latch:  # opened by issue(); each waiting thread lets the next one through
             return
+
+
+def forked_while(what: str) -> UnsupportedError:
+    """The error of an operation that a forked child waits for and only its parent finishes."""
+    return UnsupportedError(
+        f"{what}: the process was forked while this was in flight, and only the parent finishes it.",
+        remedy="look at the weights in the parent, or before the fork: whoever looks waits for their update",
+    )
 
 
 if hasattr(os, "register_at_fork"):  # a child must not inherit it from a lane that happened to hold it

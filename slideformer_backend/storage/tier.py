@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import abc
+import os
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from ..errors import StateError
-from .ticket import Ticket
+from .ticket import Ticket, forked_while
 
 Piece = Callable[[], object]
 
@@ -55,6 +57,7 @@ class Tier(abc.ABC):
         self._regions: set[Region] = set()
         self._executor: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
+        self._owner = os.getpid()
 
     @abc.abstractmethod
     def allocate(self, name: str, nbytes: int) -> Region:
@@ -106,6 +109,9 @@ class Tier(abc.ABC):
         if not pieces:
             ticket.issue()
             return ticket
+        if os.getpid() != self._owner:
+            ticket.issue(error=forked_while(name))  # it would change the files under its parent
+            return ticket
         with self._lock:
             if self._executor is None:
                 self._executor = ThreadPoolExecutor(self.threads, thread_name_prefix="slideformer-io")
@@ -124,6 +130,7 @@ class _Operation:
         self._left = pieces
         self._errors: dict[int, BaseException] = {}
         self._lock = threading.Lock()
+        _OPERATIONS.add(self)
 
     def run(self, number: int, piece: Piece) -> None:
         """Run one piece, unless another one has failed."""
@@ -141,6 +148,23 @@ class _Operation:
                 return
         self._ticket.keep = None
         self._ticket.issue(error=self._errors[min(self._errors)] if self._errors else None)
+
+    def fail(self) -> None:
+        """In a forked child, which has no thread to finish it."""
+        if not self._ticket.is_issued:
+            self._ticket.issue(error=forked_while(self._ticket.name))
+
+
+_OPERATIONS: weakref.WeakSet[_Operation] = weakref.WeakSet()
+
+
+def _fail_all() -> None:
+    for operation in list(_OPERATIONS):
+        operation.fail()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_fail_all)
 
 
 def flat_bytes(region: Region, offset: int, tensor: torch.Tensor) -> torch.Tensor:

@@ -38,6 +38,7 @@ class Board:
         self._lines: dict[int, collections.deque[tuple[int, Job]]] = {}
         self._count = 0
         self._is_closed = False
+        self._taken: Job | None = None
 
     def put(self, line: int, job: Job) -> None:
         """Queue ``job`` at the end of ``line``."""
@@ -61,15 +62,23 @@ class Board:
             self._changed.notify()
         return left
 
+    def unfinished(self) -> list[Ticket]:
+        """In a forked child, where nobody takes any more: tickets of what was queued or running in the parent."""
+        jobs = [job for queued in self._lines.values() for _, job in queued]
+        taken = [self._taken] if self._taken is not None else []
+        return [job.ticket for job in [*taken, *jobs] if not job.ticket.is_issued]
+
     def take(self) -> Job | None:
-        """The next piece of work; blocks while there is none."""
+        """The next piece of work; blocks while there is none. The one taken before is over."""
         with self._changed:
+            self._taken = None
             while not self._lines:
                 if self._is_closed:
                     return None
                 self._changed.wait()
             line = self._choose()
             queued = self._lines[line]
+            self._taken = queued[0][1]  # first, so that a fork finds it here or there
             _, job = queued.popleft()
             if not queued:
                 del self._lines[line]

@@ -15,6 +15,7 @@ import torch
 
 from ..errors import StateError
 from ..storage import Ticket, Tracked
+from ..storage.ticket import forked_while
 from ..trace import Recorder
 from .board import Board, Job, Waits
 from .monitor import Monitor
@@ -120,8 +121,10 @@ class Lane:
         return thread
 
     def forget_thread(self) -> None:
-        """In a forked child: the thread did not survive, and what was queued belongs to the parent."""
+        """In a forked child: the thread did not survive, and what was queued is the parent's; whoever waits is told."""
         self._thread = None
+        for ticket in self._board.unfinished():
+            ticket.issue(error=forked_while(ticket.name))
         self._stop.detach()
         self._begin()
         self._in_flight.clear()

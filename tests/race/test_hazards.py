@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import mmap
+import os
+import re
+import signal
 import threading
 import weakref
 
@@ -129,6 +132,64 @@ def test_forked_dataloader_workers_while_threads_are_warm():
         model(batch).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
+    engine.detach()
+
+
+def _in_child(work) -> str:
+    """What ``work`` returns, or the error it raises, in a forked child that has ten seconds."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(10)
+        try:
+            said = str(work())
+        except BaseException as error:
+            said = f"{type(error).__name__}: {error}"
+        os.write(writer, said.encode())
+        os._exit(0)
+    os.close(writer)
+    with open(reader) as pipe:
+        said = pipe.read()
+    assert os.waitpid(child, 0)[1] == 0
+    return said
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "config", [{}, {"update": "immediate"}, {"optimizer_states": "nvme"}, {"weights": "nvme"}], ids=str
+)
+def test_a_forked_child_reads_the_weights_or_is_told_why_not(config, kind, tmp_path):
+    """Work in flight at the fork is finished by the parent alone; the child must not wait for it for ever."""
+    if "nvme" in config.values():
+        config = {**config, "nvme_path": str(tmp_path)}
+    model, optimizer, engine = _managed(kind=kind, **config)
+
+    def weights() -> list[list[float]]:
+        return [p.detach().float().reshape(-1).tolist() for p in model.parameters()]
+
+    said = []
+    for step, is_slow in enumerate([False, False, True]):
+        gate = threading.Event()
+        model(torch.randn(2, 4).to(model.inp.weight.dtype)).float().square().sum().backward()
+        if is_slow:
+            engine.backend.update.submit("slow work", gate.wait)
+        if config.get("update") != "immediate":
+            engine.clip_grad_norm_(model.parameters(), 1e-3)  # a repair
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 0:
+            continue
+        if not is_slow:
+            engine.settle()
+        said.append(_in_child(weights))
+        gate.set()
+        said.append(str(weights()))
+    before_idle, idle, before_slow, slow = said
+    told = "UnsupportedError: .*the process was forked while this was in flight.*look at the weights in the parent"
+    assert before_idle == idle or ("nvme" in config.values() and re.match(told, before_idle))
+    assert before_slow == slow or re.match(told, before_slow)
+    assert slow != idle
     engine.detach()
 
 
