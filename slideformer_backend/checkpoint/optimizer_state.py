@@ -15,6 +15,7 @@ from ..engine import Engine
 from ..engine.binding import Binding
 from ..engine.states import factors_of
 from ..engine.unit import ParamRecord
+from ..errors import UnsupportedError
 from .managed_states import ManagedStates
 
 MASTER = "master"
@@ -36,7 +37,7 @@ def install_optimizer_hooks(engine: Engine, binding: Binding) -> None:
     hooks = _StateHooks(engine, binding) if binding.rule is not None else _OwnStateHooks(engine, binding)
     optimizer = binding.optimizer
     engine.on_detach(hooks.leave)
-    engine.add_hook(optimizer.register_state_dict_pre_hook(hooks.export))
+    engine.add_hook(optimizer.register_state_dict_pre_hook(hooks.before_state_dict))
     engine.add_hook(optimizer.register_state_dict_post_hook(hooks.forget))
     engine.add_hook(optimizer.register_load_state_dict_pre_hook(hooks.remember))
     engine.add_hook(optimizer.register_load_state_dict_post_hook(hooks.take))
@@ -77,6 +78,7 @@ class _StateHooks:
     def _managed(self) -> dict[torch.Tensor, bool]:
         if self._engine() is None or not self._binding.is_alive:
             return {}
+        self._refuse_lost()
         return {record.parameter: record.steps > 0 for record in self._records()}
 
     def _copies_of(self, parameter: torch.Tensor) -> dict[str, Any]:
@@ -107,6 +109,21 @@ class _StateHooks:
         for record in self._records():
             if record.parameter in changes:
                 engine.load_state(record, changes[record.parameter])
+
+    def before_state_dict(self, optimizer: Optimizer) -> None:
+        """As ``export``, but for an optimizer whose states are gone."""
+        self._refuse_lost()
+        self.export(optimizer)
+
+    def _refuse_lost(self) -> None:
+        """Rather than no states where torch would show some."""
+        if self._binding.lost is not None:
+            raise UnsupportedError(
+                f"This {type(self._binding.optimizer).__name__} has no states any more: a later optimizer over the same"
+                " parameters was prepared, which began its own in their place.",
+                found=f"two optimizers over {self._binding.lost}",
+                remedy="call state_dict() before the other one is prepared, and load_state_dict() after that",
+            )
 
     def export(self, optimizer: Optimizer) -> None:
         """Before ``state_dict``: fill ``optimizer.state`` from the slabs."""

@@ -38,6 +38,8 @@ class Binding:
         self._optimizer = weakref.ref(optimizer)
         self.rule = rule_for(optimizer)
         self.was_skipped = False
+        self.lost: str | None = None
+        """A parameter whose moments ended when a later optimizer took it over."""
         # Our step takes unscaled gradients only. A gradient scaler leaves unscaling, and the decision to step at all,
         # to optimizers that say they can (fused ones do).
         self._previous = {name: optimizer.__dict__[name] for name in _REPLACED if name in optimizer.__dict__}
@@ -96,7 +98,10 @@ class Binding:
                         found=f"{type(self.optimizer).__name__} and {type(other.optimizer).__name__}",
                         remedy="give each parameter to one optimizer",
                     )
+                if other is not None and other.rule is not None and record.steps:
+                    other.lost = record.name
                 new.append(record)
+                self.lost = None
             record.binding, record.group = self, group
         return new
 

@@ -7,8 +7,9 @@ from collections import defaultdict
 import pytest
 import torch
 
-from tests.parity.harness import PRECISIONS, check, run_managed
-from tests.parity.models import batch, language_loss, llama, stack
+from slideformer_backend.errors import UnsupportedError
+from tests.parity.harness import POLICIES, PRECISIONS, check, run_managed
+from tests.parity.models import batch, language_loss, llama, stack, steps
 
 ADAMW = {"lr": 1e-2, "fused": True}
 
@@ -141,3 +142,29 @@ def test_copies_of_an_optimizer_have_its_states(device):
         assert all(state["step"] == 1 for state in optimizer.state.values())
 
     run_managed(stack(), script, device)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.Adagrad])
+def test_states_handed_to_another_optimizer(device, policy, cls):
+    """Taken before the other one is prepared they go over; afterwards they are gone, which is said."""
+    options = ADAMW if cls is torch.optim.AdamW else {"lr": 1e-2}
+
+    def script(run):
+        first = run.optimizer(cls, **options)
+        steps(run, first)
+        saved = first.state_dict()
+        second = run.optimizer(cls, **options)
+        if run.is_managed and cls is torch.optim.AdamW:
+            with pytest.raises(UnsupportedError, match="no states any more.*state_dict.. before the other one"):
+                first.state_dict()
+            if policy == "exact":
+                with pytest.raises(UnsupportedError, match="no states any more"):
+                    dict(first.state)
+        else:
+            assert first.state_dict()["state"].keys() == saved["state"].keys()
+        second.load_state_dict(saved)
+        steps(run, second, first=3)
+        assert second.state_dict()["state"].keys() == saved["state"].keys()
+
+    check(llama(), script, device, policy=policy)
