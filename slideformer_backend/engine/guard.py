@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
+from ..errors import UnsupportedError
 from .identity import ByIdentity
 
 _METADATA_PROPERTIES = """
@@ -38,6 +39,11 @@ _HANDS_OUT = frozenset(
     {"data_ptr", "untyped_storage", "storage", "_typed_storage", "numpy", "__array__", "__dlpack__", "share_memory_"}
 )
 _IN_PLACE = frozenset({"__setitem__", "__set__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"})
+
+_MOVES = frozenset(
+    ["resize_", "resize_as_", "as_strided_", "t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_"]
+)
+"""Methods that give their tensor other memory, or another look at it."""
 
 
 class Access(Protocol):
@@ -99,6 +105,7 @@ def guarded_class(own: type) -> type:
         "__torch_function__": classmethod(_torch_function),
         "__deepcopy__": _deepcopy,
         "__reduce_ex__": _reduce_ex,
+        "set_": _set,
         "__module__": own.__module__,
         "__qualname__": own.__qualname__,
         "__slots__": (),
@@ -144,6 +151,17 @@ def _reduce_ex(self: torch.Tensor, protocol: int) -> Any:
     return plain_copy(self).__reduce_ex__(protocol)
 
 
+def _set(self: torch.Tensor, *_: Any, **__: Any) -> None:
+    _refuse_move("set_")  # which torch does not send to __torch_function__
+
+
+def _refuse_move(name: str) -> NoReturn:
+    raise UnsupportedError(
+        f"A parameter that SlideFormer manages, or its gradient, cannot get other memory or another shape: {name}().",
+        remedy=f"write values (p.data = value, p.copy_(value)), or call {name}() before accelerator.prepare()",
+    )
+
+
 def _torch_function(
     cls: type, func: Callable[..., Any], types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
 ) -> Any:
@@ -156,6 +174,8 @@ def _torch_function(
         return special()
     guarded = [(tensor, access) for tensor in tensors_in((args, kwargs)) if (access := access_of(tensor)) is not None]
     name = getattr(func, "__name__", "")
+    if name in _MOVES and guarded and guarded[0][0] is args[0]:
+        _refuse_move(name)
     writes = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE or "out" in kwargs
     begun: list[Access] = []
     try:

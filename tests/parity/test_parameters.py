@@ -497,3 +497,29 @@ def test_parameters_without_elements(device, policy, precision, where):
             run.see_weights()
 
     check(make, script, device, policy=policy, autocast=autocast)
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda p: p.set_(torch.zeros(3)),
+        lambda p: p.set_(torch.zeros(3).untyped_storage()),
+        lambda p: p.resize_(3),
+        lambda p: p.t_(),
+        lambda p: p.unsqueeze_(0),
+    ],
+    ids=["set_", "storage", "resize_", "t_", "unsqueeze_"],
+)
+@pytest.mark.parametrize("name", ["blocks.1.up.weight", "head.weight"])
+def test_other_memory_for_a_parameter_is_refused(device, name, move):
+    """What the engine computes with is where it put the parameter: it would have been ignored, and lost."""
+
+    def script(run):
+        parameter = run.model.get_parameter(name)
+        before = parameter.detach().clone()
+        with torch.no_grad(), pytest.raises(UnsupportedError, match="cannot get other memory.*before accelerator.prep"):
+            move(parameter)
+        assert torch.equal(run.model.get_parameter(name), before)
+        training(run)
+
+    run_managed(stack(), script, device)
