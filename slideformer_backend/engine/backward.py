@@ -9,36 +9,18 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
 
 import torch
 
 from ..errors import StaleGraphError, UnsupportedError
 from ..transfer import Backend, copy
-from .edges import Edges
+from .edges import Edges, device_gradient, set_device_gradient
 from .policy import UpdatePolicy
 from .unit import ONE, ParamRecord, Unit, Where
+from .visit import OpenHook, Second, Visit
 from .window import GradientSlot, Window
-
-
-class Visit:
-    """One forward of a unit with gradients. Alive while its graph is.
-
-    ``holds_slot``: it is not recomputed, and its graph has saved views of the weight slot it ran with.
-    """
-
-    __slots__ = ("__weakref__", "holds_slot", "is_done", "is_open", "is_wide", "steps", "unit")
-
-    def __init__(self, unit: Unit, *, is_wide: bool, holds_slot: bool) -> None:
-        self.unit = unit
-        self.holds_slot = holds_slot
-        self.steps = unit.steps
-        self.is_wide = is_wide
-        self.is_open = False
-        self.is_done = False
-        unit.visits.add(self)
 
 
 class _Pass:
@@ -153,6 +135,10 @@ class Backward:
                 remedy="call backward before step, or run the forward again",
             )
         visit.is_open = True
+        if isinstance(visit, Second):
+            visit.begin()
+            for kept in visit.kept:
+                self.open(kept)
         self._open.append(visit)
         unit.opens += 1
         if unit.opens > 1:
@@ -165,16 +151,50 @@ class Backward:
                 self._send_pending(unit)
         self.backend.begin("backward", unit.name)
 
+    def reach(self, visit: Visit, gradient: torch.Tensor) -> torch.Tensor | None:
+        """The gradient of an output of the visit has arrived: open it. May return what takes the gradient's place."""
+        self.open(visit)
+        second = self._second(visit.unit)
+        return None if second is None or not gradient.requires_grad else second.exit_by(gradient, self.leave)
+
+    def leave(self, visit: Visit, gradients: Iterable[torch.Tensor | None]) -> None:
+        """The gradients of the visit's inputs are complete: close it."""
+        second = self._second(visit.unit) if visit.is_open else None
+        for gradient in gradients if second is not None else ():
+            self._enter_by(second, gradient)
+        self.close(visit)
+
+    def arriving(self, record: ParamRecord, gradient: torch.Tensor) -> None:
+        """Tensor hook of a sliding parameter."""
+        self._enter_by(self._second(record.unit), gradient)
+
+    def _second(self, unit: Unit) -> Second | None:
+        """The graph that the running pass makes of the backward of ``unit``. To be asked in hooks and nodes only, where
+        torch's grad mode is the pass's."""
+        if not torch.is_grad_enabled():
+            return None
+        if unit.second is not None:
+            return unit.second
+        visits = [visit for visit in self._open if visit.unit is unit]
+        second = Second(unit, visits)
+        unit.second = second if visits else None
+        return second
+
+    def _enter_by(self, second: Second | None, gradient: torch.Tensor | None) -> None:
+        if second is not None and gradient is not None and gradient.requires_grad:
+            gradient.register_hook(OpenHook(self.reach, second))
+
     def close(self, visit: Visit) -> None:
         """The last gradient kernel of the visit has been issued: the unit leaves the window."""
         if not visit.is_open:
             return
-        visit.is_open, visit.is_done = False, True
-        self._open.remove(visit)
         unit = visit.unit
+        visit.is_open, visit.is_done = False, unit.second is None  # with a second one, a later pass comes here again
+        self._open.remove(visit)
         unit.opens -= 1
         if unit.opens:
             return
+        unit.second = None
         for record in unit.trainable:
             if id(record) in self._apart:
                 self._take_apart(record)
@@ -186,22 +206,21 @@ class Backward:
     def accumulated(self, record: ParamRecord) -> None:
         """Post-accumulate hook of a sliding parameter: its gradient goes to the gradient slot."""
         unit, parameter = record.unit, record.parameter
+        gradient = device_gradient(record)
+        if unit.gradient_slot is None or not unit.opens:
+            self._open_late(record)
         slot = unit.gradient_slot
-        if slot is None or not unit.opens:
-            raise UnsupportedError(
-                f"{record.name} received a gradient outside its block's forward (a loss or a module that"
-                " uses a sliding weight directly).",
-                remedy="compute such terms inside the block, or exclude this weight from the loss",
-            )
-        gradient = parameter.grad
-        if gradient is None:
+        if gradient is None or slot is None:
             return
         if gradient.layout is not torch.strided:
             raise UnsupportedError(
                 f"{record.name} received a sparse gradient.", remedy="build the layer with sparse=False"
             )
-        if gradient.requires_grad:
-            raise UnsupportedError("backward(create_graph=True) is not supported with sliding weights.")
+        if torch.is_grad_enabled():  # autograd would add to it in another tensor each time, with a graph
+            raise UnsupportedError(
+                f"backward(create_graph=True) would leave the gradient of {record.name} on the device, with a graph.",
+                remedy="take such gradients with torch.autograd.grad(..., create_graph=True)",
+            )
         view = record.gradient_view(slot.flat)
         self.backend.touch(f"gradient of {unit.name}", writes=(slot,))
         with torch.no_grad():
@@ -210,7 +229,7 @@ class Backward:
             elif id(record) in self._apart:
                 view.copy_(gradient)  # it holds the whole sum
             elif record.has_gradient or id(record) in unit.arrived:
-                view.add_(gradient)
+                view.add_(gradient.to(view.device))  # a late one was accumulated on the host
             else:
                 view.copy_(gradient)
         unit.arrived.add(id(record))
@@ -222,6 +241,20 @@ class Backward:
                 parameter.grad = view.clone()
         else:
             parameter.grad = view
+
+    def _open_late(self, record: ParamRecord) -> None:
+        """A gradient has arrived while its unit is closed: what only a second backward contributes goes through nodes of
+        the forward (a transposed weight), which run after all of that backward."""
+        second = next((visit for visit in record.unit.visits if isinstance(visit, Second)), None)
+        if second is None:
+            raise UnsupportedError(
+                f"{record.name} received a gradient outside its block's forward (a loss or a module that"
+                " uses a sliding weight directly).",
+                remedy="compute such terms inside the block, or exclude this weight from the loss",
+            )
+        set_device_gradient(record, None)
+        self.open(second)
+        self._apart.discard(id(record))  # that one is not in the sum of earlier ones yet
 
     def _take_apart(self, record: ParamRecord) -> None:
         """What hooks of user code made of a gradient counts."""
@@ -324,19 +357,3 @@ class Backward:
 def _has_other_hooks(parameter: torch.Tensor) -> bool:
     """Whether user code has post-accumulate hooks on it beside ours."""
     return len(parameter._post_accumulate_grad_hooks or ()) > 1
-
-
-class PostBackward(torch.autograd.Function):
-    """Identity on a unit's inputs whose backward closes the visit."""
-
-    @staticmethod
-    def forward(ctx: Any, close: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.close = close
-        # as aliases: inputs returned as they are would be views that autograd lets nobody change in place, with a
-        # message about this class. What a change breaks is said by ``Arguments``, which sees the shared version.
-        return tuple(tensor.detach() for tensor in inputs)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        ctx.close()
-        return (None, *gradients)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import types
 import weakref
@@ -15,10 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 from ..errors import StateError
 from .arguments import Arguments
-from .backward import PostBackward, Visit
 from .guard import tensors_in
 from .recompute import Runner, autocast_cache_off, hf_checkpointing_off, unit_context
 from .unit import Unit, Where
+from .visit import Leave, OpenHook, PostBackward, Visit
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -101,7 +102,7 @@ class UnitForward:
         visit = Visit(self._unit, is_wide=False, holds_slot=False)
         is_traced = backend.recorder is not None
         if is_traced:
-            args, kwargs = _map_inputs(lambda: backend.end("backward", name), args, kwargs)
+            args, kwargs = _map_inputs(lambda _: backend.end("backward", name), args, kwargs)
             backend.begin("forward", name)
         if engine.recomputes(self._unit):
             run = Runner(name, forward, module, args, kwargs, autocast_cache=True)
@@ -130,7 +131,7 @@ class UnitForward:
             return self._resident(engine, module, args, kwargs)
         visit = Visit(unit, is_wide=engine.is_wide(unit), holds_slot=not engine.recomputes(unit))
         backward = engine.backward
-        args, kwargs = _map_inputs(lambda: backward.close(visit), args, kwargs)
+        args, kwargs = _map_inputs(functools.partial(backward.leave, visit), args, kwargs)
         if visit.holds_slot:
             arguments = Arguments(unit.name, module, args, kwargs)
             with engine.window_open(visit), unit_context(module):
@@ -148,7 +149,7 @@ class UnitForward:
                 )
         for tensor in tensors_in(output):
             if tensor.requires_grad:
-                tensor.register_hook(_OpenHook(backward.open, visit))
+                tensor.register_hook(OpenHook(backward.reach, visit))
         return output
 
 
@@ -156,17 +157,6 @@ def _has_hooks(module: nn.Module) -> bool:
     # they have run around us already, and the compiled call would run them again
     names = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
     return any(getattr(module, name) for name in names)
-
-
-class _OpenHook:
-    """Gradient hook on a unit's output: the backward of the unit begins."""
-
-    def __init__(self, open_visit: Callable[[Visit], None], visit: Visit) -> None:
-        self._open = open_visit
-        self._visit = visit
-
-    def __call__(self, gradient: torch.Tensor) -> None:
-        self._open(self._visit)
 
 
 class _Reached:
@@ -195,14 +185,12 @@ class _Repeated(contextlib.AbstractContextManager[None]):
         return self._entered.pop().__exit__(*exception)
 
 
-def _map_inputs(
-    close: Callable[[], None], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _map_inputs(leave: Leave, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Put the post-backward identity on every input tensor that requires a gradient."""
     inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
     if not inputs:
         return args, kwargs
-    passed = PostBackward.apply(close, *inputs)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    passed = PostBackward.apply(leave, *inputs)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     replaced = {id(tensor): new for tensor, new in zip(inputs, passed, strict=True)}
     return _replace(args, replaced), _replace(kwargs, replaced)
 

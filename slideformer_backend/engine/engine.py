@@ -19,7 +19,7 @@ from ..trace import Recorder
 from ..transfer import Monitor, backend_for
 from .admission import Admission
 from .arithmetic import Arithmetic
-from .backward import Backward, Visit
+from .backward import Backward
 from .binding import Binding
 from .build import checked_parts, frozen_overlaps
 from .custody import release_parameters, salvage, take_parameters
@@ -40,6 +40,7 @@ from .states import allocate_states, load_states, master_of, moment_names, momen
 from .stepper import Stepper
 from .strategy import check_strategy, device_units_for, preflight_for, units_for
 from .unit import ParamRecord, Unit, Where
+from .visit import Visit
 from .window import Window
 
 SWITCH_INTERVAL = 2e-4

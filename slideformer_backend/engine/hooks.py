@@ -34,12 +34,16 @@ class _ParameterHook:
 
 
 class BeforeAccumulation(_ParameterHook):
-    """Tensor hook of an edge parameter; runs before autograd adds to its gradient."""
+    """Tensor hook; runs before autograd adds to the parameter's gradient, or hands it out."""
 
     def __call__(self, gradient: torch.Tensor) -> None:
         engine, record = self._engine(), self._record()
-        if engine is not None and record is not None and record.unit.is_resident and not record.unit.updates_on_device:
+        if engine is None or record is None or record.unit.updates_on_device:
+            return
+        if record.unit.is_resident:
             engine.edges.before_accumulation(record)
+        else:
+            engine.backward.arriving(record, gradient)
 
 
 class Accumulated(_ParameterHook):

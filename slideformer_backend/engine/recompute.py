@@ -12,10 +12,10 @@ from torch import nn
 
 from ..errors import UnsupportedError
 from .arguments import Arguments
-from .backward import PostBackward, Visit
 from .boundaries import Boundaries
 from .effects import Effects
 from .shelf import Boundary
+from .visit import PostBackward, Visit
 
 
 @contextlib.contextmanager
@@ -174,5 +174,5 @@ def _snapshot(cache: Any) -> Any:
     return copied
 
 
-def _nothing() -> None:
+def _nothing(_: object) -> None:
     """The recompute's own inputs close nothing."""

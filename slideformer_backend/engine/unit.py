@@ -21,10 +21,10 @@ from .operation import Operation
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from .backward import Visit
     from .binding import Binding
     from .core import Core
     from .filed import Spilled
+    from .visit import Second, Visit
     from .window import GradientSlot, WeightSlot
 
 ONE = np.float32(1.0)
@@ -193,6 +193,8 @@ class Unit:
     """``id`` of the records whose gradient was written in the open backward."""
     visits: weakref.WeakSet[Visit] = field(default_factory=weakref.WeakSet)
     """Forwards whose graph is alive."""
+    second: Second | None = None
+    """The graph that the open backward leaves (``create_graph=True``)."""
     resident: Tracked = field(default_factory=lambda: Tracked("resident parameters", torch.empty(0)))
     """Stands for the parameters of an edge unit on the device, for the monitor."""
     resident_gradient: Tracked = field(default_factory=lambda: Tracked("resident gradients", torch.empty(0)))
