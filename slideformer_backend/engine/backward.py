@@ -243,8 +243,8 @@ class Backward:
             parameter.grad = view
 
     def _open_late(self, record: ParamRecord) -> None:
-        """A gradient has arrived while its unit is closed: what only a second backward contributes goes through nodes of
-        the forward (a transposed weight), which run after all of that backward."""
+        """A gradient has arrived while its unit is closed: what only a second backward contributes goes through nodes
+        of the forward (a transposed weight), which run after all of that backward."""
         second = next((visit for visit in record.unit.visits if isinstance(visit, Second)), None)
         if second is None:
             raise UnsupportedError(
