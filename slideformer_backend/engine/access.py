@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,6 +14,7 @@ from ..transfer import GradientBuffer
 from .edges import device_gradient, set_device_gradient
 from .guard import guard, guarded_class, plain
 from .unit import ONE, ParamRecord, Unit, Weights
+from .user_hooks import widened_hook
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -40,6 +41,10 @@ class _OfRecord:
 
     def over(self) -> None:
         """See ``Access``: nothing was kept for the operation."""
+
+    def hooked(self, register: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """See ``Access``: autograd's gradients are those of the parameter."""
+        return hook
 
 
 class _OfParameter(_OfRecord):
@@ -152,6 +157,9 @@ class ParameterAccess(_OfParameter):
             record.host.copy_(plain_value(value))
         self.after(aliased=False)
         self.over()
+
+    def hooked(self, register: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+        return widened_hook(self._alive(), self._record, register, hook)
 
     def _shown(self) -> Slab:
         states = self._record.unit.states

@@ -165,7 +165,8 @@ class Backward:
         self.close(visit)
 
     def arriving(self, record: ParamRecord, gradient: torch.Tensor) -> None:
-        """Tensor hook of a sliding parameter."""
+        """Tensor hook of a sliding parameter, the first one."""
+        record.widened = None
         self._enter_by(self._second(record.unit), gradient)
 
     def _second(self, unit: Unit) -> Second | None:
@@ -206,7 +207,8 @@ class Backward:
     def accumulated(self, record: ParamRecord) -> None:
         """Post-accumulate hook of a sliding parameter: its gradient goes to the gradient slot."""
         unit, parameter = record.unit, record.parameter
-        gradient = device_gradient(record)
+        gradient = device_gradient(record) if record.widened is None else record.widened
+        record.widened = None
         if unit.gradient_slot is None or not unit.opens:
             self._open_late(record)
         slot = unit.gradient_slot
@@ -259,11 +261,14 @@ class Backward:
     def _take_apart(self, record: ParamRecord) -> None:
         """What hooks of user code made of a gradient counts."""
         self._apart.discard(id(record))
-        slot, gradient = record.unit.gradient_slot, record.parameter.grad
-        if slot is not None and gradient is not None:
-            self.backend.touch(f"gradient of {record.unit.name}", writes=(slot,))
+        unit, gradient = record.unit, record.parameter.grad
+        if gradient is None:
+            unit.arrived.discard(id(record))
+            self.policy.forget(record)
+        elif unit.gradient_slot is not None:
+            self.backend.touch(f"gradient of {unit.name}", writes=(unit.gradient_slot,))
             with torch.no_grad():
-                record.gradient_view(slot.flat).copy_(gradient)
+                record.gradient_view(unit.gradient_slot.flat).copy_(gradient)
 
     def finish(self) -> None:
         """Close what is still open and send the gradients of edge units; after an exception too."""

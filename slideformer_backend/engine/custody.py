@@ -20,6 +20,7 @@ from .identity import ByIdentity
 from .immediate import Immediate
 from .operation import Operation, has_failed
 from .unit import ParamRecord, Unit, Weights
+from .user_hooks import UserHooks
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -64,6 +65,8 @@ def hook_record(engine: Engine, record: ParamRecord) -> list[Removable]:
             parameter.register_post_accumulate_grad_hook(Accumulated(engine, record)),
         ]
         parameter.requires_grad_(trains)
+        if record.shows_master:
+            hooks.insert(0, UserHooks(engine, record, hooks))
     return hooks
 
 

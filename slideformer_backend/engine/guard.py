@@ -17,11 +17,11 @@ from .identity import ByIdentity
 
 _METADATA_PROPERTIES = """
     shape dtype device layout ndim requires_grad is_leaf grad_fn names is_cuda is_cpu is_sparse is_quantized is_meta
-    is_nested itemsize nbytes output_nr retains_grad _version _backward_hooks
+    is_nested itemsize nbytes output_nr retains_grad _version _backward_hooks _post_accumulate_grad_hooks
 """
 _METADATA_METHODS = """
     size dim numel nelement stride element_size is_floating_point is_complex is_contiguous get_device is_pinned
-    register_hook register_post_accumulate_grad_hook requires_grad_ __len__ __hash__
+    requires_grad_ __len__ __hash__
 """
 _SLOTS: dict[str, Any] = {name: getattr(torch.Tensor, name, None) for name in dir(torch.Tensor)}
 _METADATA = frozenset(
@@ -34,6 +34,7 @@ _GRAD_GET = _SLOTS["grad"].__get__
 _GRAD_SET = _SLOTS["grad"].__set__
 _GRAD_DELETE = _SLOTS["grad"].__delete__
 _DATA_SET = _SLOTS["data"].__set__
+_REGISTER = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
 _TORCH_DEEPCOPIES = (torch.Tensor.__deepcopy__, torch.nn.Parameter.__deepcopy__)
 _HANDS_OUT = frozenset(
     {"data_ptr", "untyped_storage", "storage", "_typed_storage", "numpy", "__array__", "__dlpack__", "share_memory_"}
@@ -69,6 +70,9 @@ class Access(Protocol):
 
     def set_data(self, value: torch.Tensor) -> None:
         """Assignment to the tensor's ``data``."""
+
+    def hooked(self, register: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """What the method ``register`` of the tensor takes in the place of a gradient hook of user code."""
 
 
 _ACCESS: ByIdentity[Access] = ByIdentity()
@@ -169,6 +173,10 @@ def _torch_function(
     if func in _METADATA:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
+    if func in _REGISTER:
+        access = access_of(args[0])
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(args[0], args[1] if access is None else access.hooked(func.__name__, args[1]))
     special = _property_access(func, args)
     if special is not None:
         return special()

@@ -110,6 +110,8 @@ class ParamRecord(_WeaklyReferable):
     """What user code may hold over the parameter's memory."""
     device_states: dict[str, torch.Tensor] = field(default_factory=dict)
     """Master and moments of a parameter whose unit updates on the device, flat fp32."""
+    widened: torch.Tensor | None = None
+    """What user code's hooks have made of an arriving gradient that is narrower than the parameter."""
     core: Core | None = None
     """Of a matrix whose gradients are compressed (``strategy: lsp``)."""
 
