@@ -46,6 +46,10 @@ class _OfRecord:
         """See ``Access``: autograd's gradients are those of the parameter."""
         return hook
 
+    def taken(self, gradient: torch.Tensor, is_only: bool) -> torch.Tensor:
+        """See ``Access``."""
+        return gradient
+
 
 class _OfParameter(_OfRecord):
     """Knows what was handed out, since ``parameter.data = value`` leaves that behind."""
@@ -160,6 +164,11 @@ class ParameterAccess(_OfParameter):
 
     def hooked(self, register: str, hook: Callable[..., Any]) -> Callable[..., Any]:
         return widened_hook(self._alive(), self._record, register, hook)
+
+    def taken(self, gradient: torch.Tensor, is_only: bool) -> torch.Tensor:
+        record = self._record
+        widened, record.widened = record.widened, None
+        return (widened if is_only and widened is not None else gradient).to(record.host.device, record.spec.dtype)
 
     def _shown(self) -> Slab:
         states = self._record.unit.states

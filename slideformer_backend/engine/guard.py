@@ -14,6 +14,7 @@ import torch
 
 from ..errors import UnsupportedError
 from .identity import ByIdentity
+from .leaves import differentiate
 
 _METADATA_PROPERTIES = """
     shape dtype device layout ndim requires_grad is_leaf grad_fn names is_cuda is_cpu is_sparse is_quantized is_meta
@@ -35,6 +36,7 @@ _GRAD_SET = _SLOTS["grad"].__set__
 _GRAD_DELETE = _SLOTS["grad"].__delete__
 _DATA_SET = _SLOTS["data"].__set__
 _REGISTER = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
+_DIFFERENTIATE = (torch.autograd.grad, torch.autograd.backward)
 _TORCH_DEEPCOPIES = (torch.Tensor.__deepcopy__, torch.nn.Parameter.__deepcopy__)
 _HANDS_OUT = frozenset(
     {"data_ptr", "untyped_storage", "storage", "_typed_storage", "numpy", "__array__", "__dlpack__", "share_memory_"}
@@ -73,6 +75,10 @@ class Access(Protocol):
 
     def hooked(self, register: str, hook: Callable[..., Any]) -> Callable[..., Any]:
         """What the method ``register`` of the tensor takes in the place of a gradient hook of user code."""
+
+    def taken(self, gradient: torch.Tensor, is_only: bool) -> torch.Tensor:
+        """What ``torch.autograd.grad`` gives for the tensor when ``gradient`` is that of a leaf which was the tensor in
+        some forward; ``is_only``: in all forwards of the graph."""
 
 
 _ACCESS: ByIdentity[Access] = ByIdentity()
@@ -177,6 +183,8 @@ def _torch_function(
         access = access_of(args[0])
         with torch._C.DisableTorchFunctionSubclass():
             return func(args[0], args[1] if access is None else access.hooked(func.__name__, args[1]))
+    if func in _DIFFERENTIATE and all(access_of(output) is None for output in tensors_in(args[0])):
+        return differentiate(func, args, kwargs, _take_of)
     special = _property_access(func, args)
     if special is not None:
         return special()
@@ -203,6 +211,11 @@ def _torch_function(
         for access in begun:
             access.over()
     return result
+
+
+def _take_of(tensor: torch.Tensor) -> Callable[[torch.Tensor, bool], torch.Tensor] | None:
+    access = access_of(tensor)
+    return None if access is None else access.taken
 
 
 def _property_access(func: Callable[..., Any], args: Sequence[Any]) -> Callable[[], Any] | None:

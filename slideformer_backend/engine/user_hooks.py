@@ -139,6 +139,10 @@ class _Shown:
         """See ``Access``."""
         return hook
 
+    def taken(self, gradient: torch.Tensor, is_only: bool) -> torch.Tensor:
+        """See ``Access``."""
+        return gradient.to(self._record.spec.dtype)
+
     def check(self) -> None:
         """Refuse what the hook wrote through an alias."""
         if self._is_lent and self._weight is not None and not torch.equal(self._weight, self._read()):

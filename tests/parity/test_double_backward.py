@@ -200,7 +200,8 @@ def test_weights_outside_their_block_are_refused_still(device):
     run_managed(wide, script, device, gpu_memory=tight(wide()), kernels="off")
 
 
-def test_hessian_vector_products(device):
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_hessian_vector_products(device, precision):
     """The gradients of all weights, and those of a number made of them."""
 
     def script(run):
@@ -214,4 +215,5 @@ def test_hessian_vector_products(device):
                 run.see("gradient", gradient)
                 run.see("product", product)
 
-    checked(wide, script, device, prefetch=0)
+    dtype, autocast = PRECISIONS[precision]
+    checked(lambda: wide().to(dtype), script, device, prefetch=0, autocast=autocast)
