@@ -184,7 +184,18 @@ class UserHooks:
 
 
 def widened_hook(engine: Engine, record: ParamRecord, register: str, hook: Hook) -> Hook:
-    """What to give to the method ``register`` of a parameter in the place of ``hook``."""
+    """What to give to the method ``register`` of a parameter in the place of ``hook``.
+
+    Raises:
+        UnsupportedError: it is one of ``register_multi_grad_hook(mode="all")``, which counts leaves that the parameters
+            had when it was made; those of a forward in the window are others.
+    """
+    is_counting = getattr(hook, "__qualname__", "").startswith("register_multi_grad_hook.<locals>.get_inner_hook")
+    if is_counting and (record.shows_master or engine.device.type != "cpu"):
+        raise UnsupportedError(
+            f"register_multi_grad_hook cannot tell when the gradients of {record.name} and others have all arrived.",
+            remedy='take mode="any", a hook on each parameter, or what follows the backward',
+        )
     if not record.shows_master:
         return hook
     return (WideTensorHook if register == "register_hook" else WidePostHook)(engine, record, hook)

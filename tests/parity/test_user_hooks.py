@@ -200,3 +200,33 @@ def test_hooks_outlive_the_engine(device):
     assert seen == [torch.float32] * 4
     assert list(weight._backward_hooks) == [two.id]
     assert all(type(hook).__module__ == "builtins" for hook in weight._backward_hooks.values())
+
+
+def test_multi_grad_hooks(device):
+    """That it has seen any gradient can be told; whether it has seen all cannot, and was told three times over."""
+
+    def script(run):
+        weights = list(run.model.parameters())
+        with pytest.raises(UnsupportedError, match="register_multi_grad_hook"):
+            torch.autograd.graph.register_multi_grad_hook(weights[2:], print)
+        calls = []
+        torch.autograd.graph.register_multi_grad_hook(weights, calls.append, mode="any")
+        language_loss_with_graph(run, batch(0, device=run.device)).backward()
+        assert [call.dtype for call in calls] == [torch.float32]
+
+    run_managed(stack(), script, device, autocast=BF16)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there the leaf of a parameter changes with its device")
+def test_multi_grad_hooks_where_leaves_stay(device):
+    def script(run):
+        calls = []
+        torch.autograd.graph.register_multi_grad_hook(list(run.model.parameters()), calls.append)
+        for number in range(2):
+            language_loss_with_graph(run, batch(number, device=run.device)).backward()
+        run.see("calls", len(calls))
+        for call in calls:
+            for gradient in call:
+                run.see("gradient", gradient)
+
+    check(stack(), script, device)
