@@ -8,6 +8,7 @@ from torch import nn
 
 from slideformer_backend.errors import StaleGraphError, UnsupportedError
 from slideformer_backend.plan.placement import Placement
+from slideformer_backend.transfer import Monitor
 from tests.budgets import tight
 from tests.parity.harness import POLICIES, PRECISIONS, check, run_managed
 from tests.parity.models import Stack, batch, hugging_face, language_loss
@@ -140,20 +141,22 @@ def test_accumulation_clips_and_hooks(device, hooks):
     checked(wide, training(penalty_alone, accumulate=2, clip=0.05, hooks=hooks), device, prefetch=0)
 
 
-@pytest.mark.parametrize("keeps", [3, LAYERS])
+@pytest.mark.parametrize("keeps", [0, 3, LAYERS])
 @pytest.mark.parametrize("loss_of", LOSSES.values(), ids=LOSSES)
 def test_kept_activations(device, loss_of, keeps):
+    """Some layers, or none, or all; every lane late, and what is given back poisoned."""
     inner = training(loss_of, accumulate=2)
 
     def script(run):
-        if run.is_managed:
+        if run.is_managed and keeps:
             engine = run.engine
             engine.window.grow(engine.sliding, keeps)
             kept = tuple(unit.index for unit in engine.sliding[-keeps:])
             engine.residency.placement = Placement((), kept, "gpu", keeps, "")
         inner(run)
 
-    checked(wide, script, device, prefetch=0)
+    monitor = Monitor(max_delay=0.002, check=device.type == "cpu")
+    checked(wide, script, device, prefetch=0, monitor=monitor)
 
 
 @pytest.mark.parametrize("make", [wide, deep_llama])

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from slideformer_backend.errors import UnsupportedError
+from slideformer_backend.transfer import Monitor
 from tests.parity.harness import PRECISIONS, check, run_managed
 from tests.parity.models import batch, language_loss, stack
 
@@ -36,7 +37,8 @@ def compare(script, device, *, precision="autocast", before=None, **options):
             before(model)
         return model
 
-    check(make, script, device, autocast=autocast, **options)
+    monitor = Monitor(max_delay=0.001, check=device.type == "cpu")
+    check(make, script, device, autocast=autocast, monitor=monitor, **options)
 
 
 class Looks:
