@@ -12,8 +12,8 @@ from ..errors import StateError, UnsupportedError
 from ..storage import Slab
 from ..transfer import GradientBuffer
 from .edges import device_gradient, set_device_gradient
-from .guard import guard, guarded_class, plain
-from .unit import ONE, ParamRecord, Unit, Weights
+from .guard import access_of, guard, guarded_class, plain
+from .unit import ONE, Before, ParamRecord, Unit, Weights
 from .user_hooks import widened_hook
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ class ParameterAccess(_OfParameter):
 
     def set_data(self, value: torch.Tensor) -> None:
         record = self._record
-        _check_data(record, value)
+        check_data(record, value)
         self.before(writes=True)
         if not _is_same(value, record.host):
             self._part(record.host)
@@ -256,6 +256,7 @@ class EdgeAccess(_OfParameter):
             engine.backend.order("compute after weights refreshed", unit.refreshed)
             if writes:
                 engine.backend.order("compute after weights pulled", unit.pulled)
+                self._note_write()
             resident = (unit.resident,)
             engine.backend.touch(f"use of {self._record.name}", reads=resident, writes=resident if writes else ())
 
@@ -265,8 +266,19 @@ class EdgeAccess(_OfParameter):
             if aliased:
                 unit = self._record.unit
                 engine.backend.order("compute after weights pulled", unit.pulled)
+                self._note_write()
                 engine.backend.touch(f"user's alias of {self._record.name}", writes=(unit.resident,))
             engine.policy.expose(self._record)
+
+    def _note_write(self) -> None:
+        """In the unit's own forward: its recompute begins with what is there now."""
+        record = self._record
+        visits = record.unit.visits if record.unit.notes_writes else ()
+        unaware = [visit for visit in visits if id(record) not in visit.before]
+        if unaware:
+            before = Before(record, plain(record.parameter).clone(), False)
+            for visit in unaware:
+                visit.before[id(record)] = before
 
     def get_grad(self) -> torch.Tensor | None:
         engine = self._engine()
@@ -294,12 +306,18 @@ class EdgeAccess(_OfParameter):
     def set_data(self, value: torch.Tensor) -> None:
         self.before(writes=True)
         record = self._record
-        _check_data(record, value)
+        check_data(record, value)
         held = plain(record.parameter)
         if not _is_same(value, held):
             self._part(held)
             held.copy_(plain_value(value))
         self.after(aliased=False)
+
+
+def record_of(tensor: torch.Tensor) -> ParamRecord | None:
+    """The record of a parameter that is in an engine's custody; None of any other tensor."""
+    access = access_of(tensor)
+    return access._weak_record() if isinstance(access, _OfParameter) else None
 
 
 def take_gradients(units: Iterable[Unit]) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
@@ -335,7 +353,7 @@ def _is_same(value: torch.Tensor, held: torch.Tensor) -> bool:
         return where[0] == where[1] and value.device == held.device
 
 
-def _check_data(record: ParamRecord, value: torch.Tensor) -> None:
+def check_data(record: ParamRecord, value: torch.Tensor) -> None:
     if value.shape != record.spec.shape or value.dtype != record.spec.dtype:
         raise UnsupportedError(
             f"{record.name} cannot change its shape or dtype any more: its memory is laid out.",

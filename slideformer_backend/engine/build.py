@@ -15,6 +15,7 @@ from ..storage import HostMemory
 from .guard import guarded_class
 from .spill import Spill
 from .unit import KINDS, ParamRecord, Unit, Where
+from .writes import leased_class
 
 
 def build_units(
@@ -164,7 +165,7 @@ def _has_dispatch(own: type) -> bool:
 def _record(parameter: nn.Parameter, unit: Unit, number: int, spec: ParamSpec, host: torch.Tensor) -> ParamRecord:
     own = type(parameter)
     place = unit.layout.places[number]
-    return ParamRecord(spec.name, parameter, unit, spec, place, host, own, guarded_class(own))
+    return ParamRecord(spec.name, parameter, unit, spec, place, host, own, guarded_class(own), leased_class(own))
 
 
 def _sliding_unit(index: int, part: Part, memory: HostMemory, spill: Spill) -> Unit:

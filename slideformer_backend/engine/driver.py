@@ -20,6 +20,7 @@ from .guard import tensors_in
 from .recompute import Runner, autocast_cache_off, hf_checkpointing_off, unit_context
 from .unit import Unit, Where
 from .visit import Leave, OpenHook, PostBackward, Visit
+from .writes import noted, replayed
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -51,13 +52,14 @@ class UnitForward:
             return self._with_graph(engine, module, args, kwargs)
         unit = self._unit
         if unit.is_resident:
-            return self._original(module)(*args, **kwargs)
-        engine.enter(unit, Where.FORWARD, is_wide=engine.is_wide(unit))
+            with noted(unit):
+                return self._original(module)(*args, **kwargs)
+        watch = engine.enter(unit, Where.FORWARD, is_wide=engine.is_wide(unit))
         try:
             with unit_context(module):
                 return self._original(module)(*args, **kwargs)
         finally:
-            engine.leave(unit)
+            engine.leave(unit, watch)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnitForward:
         return self
@@ -107,7 +109,14 @@ class UnitForward:
         if engine.recomputes(self._unit):
             run = Runner(name, forward, module, args, kwargs, autocast_cache=True)
             run.visit = visit
-            output = checkpoint(run, *run.slide(engine.boundaries), use_reentrant=False, **run.kwargs)
+            unit = self._unit
+            output = checkpoint(
+                run,
+                *run.slide(engine.boundaries),
+                use_reentrant=False,
+                context_fn=lambda: (noted(unit), _Repeated(lambda: replayed(engine, visit))),
+                **run.kwargs,
+            )
         else:
             arguments = Arguments(name, module, args, kwargs) if is_traced else None
             with hf_checkpointing_off(module):

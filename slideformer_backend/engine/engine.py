@@ -42,6 +42,7 @@ from .strategy import check_strategy, device_units_for, preflight_for, units_for
 from .unit import ParamRecord, Unit, Where
 from .visit import Visit
 from .window import Window
+from .writes import Watch, carry_over, replayed
 
 SWITCH_INTERVAL = 2e-4
 """Seconds after which a thread that wants the GIL gets it. Workers need it for microseconds at both ends of a kernel;
@@ -276,7 +277,7 @@ class Engine:
 
     # -- what the driver calls -------------------------------------------------------------------------------------
 
-    def enter(self, unit: Unit, where: Where, *, is_wide: bool, phase: Phase = Phase.INFERENCE) -> None:
+    def enter(self, unit: Unit, where: Where, *, is_wide: bool, phase: Phase = Phase.INFERENCE) -> Watch:
         """The forward of ``unit`` begins: its weights are in the window, the next units are on their way."""
         self.backward.finish_outside()
         if is_wide:
@@ -286,22 +287,26 @@ class Engine:
         self.window.lease(unit, where, is_wide=is_wide)
         self.feed.fetch_ahead(phase, unit)
         self.backend.begin("forward", unit.name)
+        return Watch(unit)
 
-    def leave(self, unit: Unit) -> None:
-        """The forward of ``unit`` is over."""
+    def leave(self, unit: Unit, watch: Watch) -> None:
+        """The forward of ``unit`` is over; what it wrote into its own parameters counts."""
         self.backend.end("forward", unit.name)
+        writes = watch.take()
         self.window.release(unit)
+        if writes:
+            carry_over(self, unit, writes)
 
     @contextlib.contextmanager
     def window_open(self, visit: Visit) -> Iterator[None]:
         """Around the forward of a visit."""
         unit = visit.unit
-        self.enter(unit, Where.FORWARD, is_wide=visit.is_wide, phase=Phase.FORWARD)
+        watch = self.enter(unit, Where.FORWARD, is_wide=visit.is_wide, phase=Phase.FORWARD)
         visit.steps = unit.steps
         try:
             yield
         finally:
-            self.leave(unit)
+            self.leave(unit, watch)
 
     @contextlib.contextmanager
     def window_reopen(self, visit: Visit) -> Iterator[None]:
@@ -311,16 +316,19 @@ class Engine:
             before = allocated_bytes(self.device)
             self.backend.begin("recompute", visit.unit.name)
             try:
-                yield
+                with replayed(self, visit):
+                    yield
             finally:  # a recompute usually ends by the exception that stops it early
                 self.backend.end("recompute", visit.unit.name)
                 self.residency.observe_recompute(visit.unit, allocated_bytes(self.device) - before)
             return
         self.enter(visit.unit, Where.FORWARD, is_wide=visit.is_wide)
         try:
-            yield
+            with replayed(self, visit):
+                yield
         finally:
-            self.leave(visit.unit)
+            self.backend.end("forward", visit.unit.name)
+            self.window.release(visit.unit)
 
     def is_wide(self, unit: Unit) -> bool:
         """Whether the forward runs outside autocast although working weights are narrower than the user's."""

@@ -193,6 +193,7 @@ def _torch_function(
     if name in _MOVES and guarded and guarded[0][0] is args[0]:
         _refuse_move(name)
     writes = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE or "out" in kwargs
+    writes = writes or kwargs.get("max_norm") is not None  # of an embedding, which it renorms in place
     begun: list[Access] = []
     try:
         for _, access in guarded:

@@ -75,6 +75,14 @@ class Entry(NamedTuple):
     coefficient: np.float32
 
 
+class Before(NamedTuple):
+    """What a parameter held before its unit's forward wrote it; None: the write changed nothing."""
+
+    record: ParamRecord
+    value: torch.Tensor | None
+    is_replaced: bool
+
+
 class _WeaklyReferable:
     __slots__ = ("__weakref__",)
 
@@ -95,6 +103,7 @@ class ParamRecord(_WeaklyReferable):
     host: torch.Tensor
     own_class: type
     guarded_class: type
+    leased_class: type
     has_gradient: bool = False
     coefficient: np.float32 = ONE
     square_sum: SquareSum | None = None
@@ -190,6 +199,10 @@ class Unit:
     steps: int = 0
     """Counts ``step()`` calls that changed this unit: a graph of another count is stale."""
     leases: int = 0
+    lent: list[tuple[ParamRecord, torch.Tensor | None]] = field(default_factory=list)
+    """What was handed out as ``parameter.data`` during the lease; None: ``parameter.data`` was assigned."""
+    notes_writes: bool = False
+    """Resident: its forward runs, and graphs keep what was there before a write."""
     opens: int = 0
     arrived: set[int] = field(default_factory=set)
     """``id`` of the records whose gradient was written in the open backward."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .unit import Unit
+from .unit import Before, Unit
 
 Reach = Callable[["Visit", torch.Tensor], torch.Tensor | None]
 Leave = Callable[[Iterable[torch.Tensor | None]], None]
@@ -19,7 +19,7 @@ class Visit:
     ``holds_slot``: it is not recomputed, and its graph has saved views of the weight slot it ran with.
     """
 
-    __slots__ = ("__weakref__", "holds_slot", "is_done", "is_open", "is_wide", "steps", "unit")
+    __slots__ = ("__weakref__", "before", "holds_slot", "is_done", "is_open", "is_wide", "steps", "unit")
 
     def __init__(self, unit: Unit, *, is_wide: bool, holds_slot: bool) -> None:
         self.unit = unit
@@ -28,6 +28,8 @@ class Visit:
         self.is_wide = is_wide
         self.is_open = False
         self.is_done = False
+        self.before: dict[int, Before] = {}
+        """Of parameters that a forward wrote, by ``id`` of their records."""
         unit.visits.add(self)
 
 

@@ -163,11 +163,12 @@ class Window:
             self.backend.touch(f"compute of {unit.name}", reads=(slot,))
             for record in unit.records:
                 parameter = record.parameter
-                parameter.__class__ = record.own_class
+                parameter.__class__ = record.own_class  # a plain assignment to `data`, which nothing follows
                 if is_wide and record.shows_master:
                     parameter.data = record.host.to(self.backend.device, copy=True)
                 else:
                     parameter.data = record.weight_view(slot.flat)
+                parameter.__class__ = record.leased_class
         unit.leases += 1
         if unit.where is not Where.BACKWARD:
             unit.where = where
@@ -180,8 +181,10 @@ class Window:
             return
         for record in unit.records:
             parameter = record.parameter
+            parameter.__class__ = record.own_class
             parameter.data = record.host
             parameter.__class__ = record.guarded_class
+        unit.lent.clear()
         unit.where = Where.HOST
         slot.is_leased = False
         slot.last_used = next(self._turn)
