@@ -161,17 +161,24 @@ class Window:
             slot.is_leased, slot.is_awaited = True, False
             self.backend.order("compute after weights loaded", slot.loaded)
             self.backend.touch(f"compute of {unit.name}", reads=(slot,))
-            for record in unit.records:
-                parameter = record.parameter
-                parameter.__class__ = record.own_class  # a plain assignment to `data`, which nothing follows
-                if is_wide and record.shows_master:
-                    parameter.data = record.host.to(self.backend.device, copy=True)
-                else:
-                    parameter.data = record.weight_view(slot.flat)
-                parameter.__class__ = record.leased_class
+            if torch.is_inference_mode_enabled():  # a parameter over a tensor made there would not count its writes
+                with torch.inference_mode(False):
+                    self._show(unit, slot, is_wide=is_wide)
+            else:
+                self._show(unit, slot, is_wide=is_wide)
         unit.leases += 1
         if unit.where is not Where.BACKWARD:
             unit.where = where
+
+    def _show(self, unit: Unit, slot: WeightSlot, *, is_wide: bool) -> None:
+        for record in unit.records:
+            parameter = record.parameter
+            parameter.__class__ = record.own_class  # a plain assignment to `data`, which nothing follows
+            if is_wide and record.shows_master:
+                parameter.data = record.host.to(self.backend.device, copy=True)
+            else:
+                parameter.data = record.weight_view(slot.flat)
+            parameter.__class__ = record.leased_class
 
     def release(self, unit: Unit) -> None:
         """Undo one lease; with the last, the parameters are their guarded host tensors again."""
