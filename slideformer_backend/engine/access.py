@@ -317,7 +317,7 @@ class EdgeAccess(_OfParameter):
 def record_of(tensor: torch.Tensor) -> ParamRecord | None:
     """The record of a parameter that is in an engine's custody; None of any other tensor."""
     access = access_of(tensor)
-    return access._weak_record() if isinstance(access, _OfParameter) else None
+    return access._weak_record() if isinstance(access, ParameterAccess | EdgeAccess) else None
 
 
 def take_gradients(units: Iterable[Unit]) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:

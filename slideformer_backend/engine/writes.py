@@ -27,11 +27,7 @@ if TYPE_CHECKING:
     from .visit import Visit
     from .engine import Engine
 
-_DATA = torch.Tensor.data
-_IN_FP32 = (
-    "write it outside the layer's forward (after optimizer.step()), or load the model in bfloat16 and train it without"
-    " mixed_precision"
-)
+_DATA: Any = torch.Tensor.data
 
 
 class Write(NamedTuple):
@@ -94,6 +90,7 @@ def leased_class(own: type) -> type:
     return made
 
 
+@torch._disable_dynamo  # type: ignore[attr-defined]  # compiled code calls it, and it sees tensors that are real
 def _get_data(self: torch.Tensor) -> torch.Tensor:
     alias: torch.Tensor = _DATA.__get__(self)
     record = record_of(self)
@@ -102,6 +99,7 @@ def _get_data(self: torch.Tensor) -> torch.Tensor:
     return alias
 
 
+@torch._disable_dynamo  # type: ignore[attr-defined]
 def _set_data(self: torch.Tensor, value: torch.Tensor) -> None:
     record = record_of(self)
     if record is not None:
@@ -176,7 +174,8 @@ def _too_narrow(record: ParamRecord) -> UnsupportedError:
         " a copy of it in the narrower dtype, and what is written there cannot become the weight that plain torch has.",
         found=f"{record.spec.working} inside the layer",
         expected=f"a weight that is {record.spec.dtype} there",
-        remedy=_IN_FP32,
+        remedy="register hooks that write weights before accelerator.prepare(), which keeps those weights in fp32; or"
+        " write them outside the layer's forward (after optimizer.step())",
     )
 
 

@@ -10,6 +10,7 @@ from slideformer_backend.api import attach
 from slideformer_backend.config import SlideFormerConfig
 from slideformer_backend.errors import UnsupportedError
 from slideformer_backend.plan.placement import Placement
+from slideformer_backend.transfer import Monitor
 
 from .harness import POLICIES, PRECISIONS, Run, assert_same, run_managed, run_plain
 
@@ -75,13 +76,15 @@ class Writer(nn.Module):
         return x + y
 
 
-class Scaled(nn.Module):
+class Plain(nn.Module):
+    """A block that does not mention its weights."""
+
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x):
-        return self.linear(x) * 0.5
+        return x + torch.sin(self.linear(x))
 
 
 KINDS = (
@@ -173,6 +176,36 @@ def test_without_prefetch_and_while_accumulating(device, kind):
     both(kind, lambda run: training(run, accumulate=3), device, prefetch=0)
 
 
+@pytest.mark.parametrize("kind", ["clipped data", "other memory", "average, used before", "max norm"])
+def test_whatever_the_timing(device, kind):
+    """With the checker of waits; slots are spoiled when they are free."""
+    both(kind, lambda run: training(run, accumulate=2), device, monitor=Monitor(poison=True, max_delay=1e-3, seed=3))
+
+
+@pytest.mark.parametrize("kind", ["clipped without grad", "other memory", "average", "codebook"])
+def test_weights_in_files(device, kind, tmp_path):
+    files = {"weights": "nvme", "optimizer_states": "nvme", "nvme_path": tmp_path}
+    both(kind, training, device, prefetch=1, **files)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["clipped data", "clipped without grad", "other memory", "average, used before"])
+def test_compiled_layers(device, kind):
+    """Compiled code writes as eager code does."""
+
+    def make():
+        model = Net(kind).train()
+        for block in model.blocks:
+            block.compile(backend="eager")
+        return model
+
+    torch._dynamo.reset()
+    plain = run_plain(make, training, device)
+    managed = run_managed(make, training, device)
+    torch._dynamo.reset()
+    assert_same(plain.seen, managed.seen)
+
+
 def keep_activations(run, step):
     if run.is_managed and step == 1:
         engine = run.engine
@@ -239,10 +272,9 @@ def test_under_autocast(device, kind):
 
 
 def test_a_weight_that_is_narrow_under_autocast_is_refused(device):
-    """By its inner layer's hook: the engine cannot know that this weight is used beside its layer."""
+    """By a hook that came after attach: the engine could not know that this weight is used beside its layer."""
     model = Net("none").train()
-    for block in model.blocks:
-        block.down = Scaled()
+    model.blocks = nn.ModuleList(Plain() for _ in range(LAYERS))
     engine = attach(model, SlideFormerConfig(), device=device, autocast_dtype=torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine.bind(optimizer)
@@ -251,20 +283,20 @@ def test_a_weight_that_is_narrow_under_autocast_is_refused(device):
         with torch.no_grad():
             module.weight.clamp_(-0.1, 0.1)
 
-    hook = model.blocks[1].down.linear.register_forward_pre_hook(clip)
+    hook = model.blocks[1].linear.register_forward_pre_hook(clip)
     run = Run(model, device, engine, autocast=torch.bfloat16)
-    before = model.blocks[1].down.linear.weight.detach().clone()
-    with pytest.raises(UnsupportedError, match=r"writes its own weight blocks\.1\.down\.linear\.weight.*bfloat16 inside"):
+    before = model.blocks[1].linear.weight.detach().clone()
+    with pytest.raises(UnsupportedError, match=r"writes its own weight blocks\.1\.linear\.weight.*bfloat16 inside"):
         loss_of(run, 0)
-    assert torch.equal(model.blocks[1].down.linear.weight, before)
+    assert torch.equal(model.blocks[1].linear.weight, before)
     hook.remove()
     again, expected = loss_of(run, 0), loss_of(run, 0)
     assert torch.equal(again, expected)
     run.autocast = None
-    model.blocks[1].down.linear.register_forward_pre_hook(clip)
+    model.blocks[1].linear.register_forward_pre_hook(clip)
     with torch.no_grad():
         loss_of(run, 0)  # outside autocast the layer has the weight itself
-    assert torch.equal(model.blocks[1].down.linear.weight, before.clamp(-0.1, 0.1))
+    assert torch.equal(model.blocks[1].linear.weight, before.clamp(-0.1, 0.1))
     engine.detach()
 
 
