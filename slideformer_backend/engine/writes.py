@@ -24,8 +24,8 @@ from .guard import access_of, plain
 from .unit import Before, ParamRecord, Unit
 
 if TYPE_CHECKING:
-    from .visit import Visit
     from .engine import Engine
+    from .visit import Visit
 
 _DATA: Any = torch.Tensor.data
 
