@@ -8,6 +8,7 @@ import inspect
 import types
 import weakref
 from collections.abc import Callable
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from ..errors import StateError
 from .arguments import Arguments
 from .guard import tensors_in
+from .reach import Watch
 from .recompute import Runner, autocast_cache_off, hf_checkpointing_off, unit_context
 from .unit import Unit, Where
 from .visit import Leave, OpenHook, PostBackward, Visit
@@ -36,13 +38,14 @@ class UnitForward:
         self._engine = weakref.ref(engine)
         self._unit = unit
         self._module = weakref.ref(module)
+        self._watch = Watch()
         self._own = module.__dict__.get("forward")
         # module.compile() compiles what calls `forward`, us included: compiled code runs inside, in its place.
         self._compiled = module.__dict__.pop("_compiled_call_impl", None)
         self.__name__ = "forward"
         self.__doc__ = type(module).forward.__doc__
         self.__signature__ = inspect.signature(type(module).forward)
-        module.forward = types.MethodType(self, module)
+        module.forward = unit.forward = types.MethodType(self, module)
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         engine = self._engine()
@@ -103,11 +106,13 @@ class UnitForward:
         forward, backend, name = self._original(module), engine.backend, self._unit.name
         visit = Visit(self._unit, is_wide=False, holds_slot=False)
         is_traced = backend.recorder is not None
+        inputs = None
         if is_traced:
-            args, kwargs = _map_inputs(lambda _: backend.end("backward", name), args, kwargs)
+            inputs = _Inputs(lambda _: backend.end("backward", name), args, kwargs)
+            args, kwargs = inputs.args, inputs.kwargs
             backend.begin("forward", name)
         if engine.recomputes(self._unit):
-            run = Runner(name, forward, module, args, kwargs, autocast_cache=True)
+            run = Runner(name, forward, module, args, kwargs, self._watch.look(module), autocast_cache=True)
             run.visit = visit
             unit = self._unit
             output = checkpoint(
@@ -126,6 +131,7 @@ class UnitForward:
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
                     tensor.register_hook(_Reached(visit))
+        output = output if inputs is None else inputs.hand_back(output)
         if is_traced:
             backend.end("forward", name)
             for tensor in tensors_in(output):
@@ -140,14 +146,15 @@ class UnitForward:
             return self._resident(engine, module, args, kwargs)
         visit = Visit(unit, is_wide=engine.is_wide(unit), holds_slot=not engine.recomputes(unit))
         backward = engine.backward
-        args, kwargs = _map_inputs(functools.partial(backward.leave, visit), args, kwargs)
+        inputs = _Inputs(functools.partial(backward.leave, visit), args, kwargs)
+        args, kwargs = inputs.args, inputs.kwargs
         if visit.holds_slot:
             arguments = Arguments(unit.name, module, args, kwargs)
             with engine.window_open(visit), unit_context(module):
                 output = self._original(module)(*args, **kwargs)
             arguments.check_forward(output)  # the identity's outputs changed, and their caller's tensors did not
         else:
-            run = Runner(unit.name, self._original(module), module, args, kwargs)
+            run = Runner(unit.name, self._original(module), module, args, kwargs, self._watch.look(module))
             with autocast_cache_off():
                 output = checkpoint(
                     run,
@@ -156,6 +163,7 @@ class UnitForward:
                     context_fn=lambda: (engine.window_open(visit), _Repeated(lambda: engine.window_reopen(visit))),
                     **run.kwargs,
                 )
+        output = inputs.hand_back(output)
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(OpenHook(backward.reach, visit))
@@ -194,23 +202,63 @@ class _Repeated(contextlib.AbstractContextManager[None]):
         return self._entered.pop().__exit__(*exception)
 
 
-def _map_inputs(leave: Leave, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Put the post-backward identity on every input tensor that requires a gradient."""
-    inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
-    if not inputs:
-        return args, kwargs
-    passed = PostBackward.apply(leave, *inputs)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    replaced = {id(tensor): new for tensor, new in zip(inputs, passed, strict=True)}
-    return _replace(args, replaced), _replace(kwargs, replaced)
+class _Inputs:
+    """Arguments of a unit with the post-backward identity on every tensor that requires a gradient.
+
+    Lists and dicts with such tensors are replaced by copies; what the forward writes into those reaches the caller's.
+    """
+
+    def __init__(self, leave: Leave, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.args, self.kwargs = args, kwargs
+        self._copies: list[tuple[Any, Any, list[Any]]] = []
+        """Of each replaced container: itself, its copy, what was in that."""
+        self._originals: dict[int, Any] = {}
+        inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+        if not inputs:
+            return
+        passed = PostBackward.apply(leave, *inputs)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self._passed = {id(tensor): new for tensor, new in zip(inputs, passed, strict=True)}
+        self.args, self.kwargs = self._replace(args), {name: self._replace(value) for name, value in kwargs.items()}
+        if self._copies:
+            self._originals |= {id(new): tensor for tensor, new in zip(inputs, passed, strict=True)}
+
+    def hand_back(self, output: Any) -> Any:
+        """After the forward: the caller's containers hold what it wrote. Returns the output, which may be one."""
+        for original, copied, given in self._copies:
+            now = _values(copied)
+            if len(now) == len(given) and all(map(is_, now, given)):
+                continue
+            # of an output every tensor comes from the unit; elsewhere the caller's stay what they were
+            own = {} if output is copied else self._originals
+            if isinstance(copied, dict):
+                entries: Any = {key: own.get(id(value), value) for key, value in copied.items()}
+                original.clear()
+                original.update(entries)
+            else:
+                original[:] = [own.get(id(value), value) for value in copied]
+            output = original if output is copied else output
+        return output
+
+    def _replace(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._passed.get(id(value), value)
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*(self._replace(item) for item in value))
+        if type(value) is tuple:
+            return tuple(self._replace(item) for item in value)
+        if type(value) is list:
+            return self._copied(value, [self._replace(item) for item in value])
+        if type(value) is dict:
+            return self._copied(value, {key: self._replace(item) for key, item in value.items()})
+        return value
+
+    def _copied(self, value: Any, copied: Any) -> Any:
+        if all(map(is_, _values(copied), _values(value))):
+            return value
+        self._copies.append((value, copied, _values(copied)))
+        self._originals[id(copied)] = value
+        return copied
 
 
-def _replace(value: Any, replaced: dict[int, torch.Tensor]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return replaced.get(id(value), value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_replace(item, replaced) for item in value))
-    if type(value) in (list, tuple):
-        return type(value)(_replace(item, replaced) for item in value)
-    if type(value) is dict:
-        return {key: _replace(item, replaced) for key, item in value.items()}
-    return value
+def _values(container: Any) -> list[Any]:
+    return [*container, *container.values()] if isinstance(container, dict) else list(container)

@@ -8,100 +8,109 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from types import FunctionType, MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-_NUMBERS = frozenset({bool, int, float, type(None)})
-_NEVER = frozenset({dict, OrderedDict, set, str, tuple, list, FunctionType, MethodType})
-"""Types that are neither tensors nor generators, so that no slower test is needed."""
-_Items = dict[str, Any]
-_NOTHING: _Items = {}
-"""What is found where nothing is; nobody writes into it."""
+from .reach import Picture
 
 
 class Effects:
-    """The state of a module, and of random generators that torch's own checkpoint does not restore, at one moment.
+    """The state of a module, and of whatever else torch's own checkpoint does not restore, at one moment.
 
-    Holds copies of the module's buffers, of its numbers, its tensors and its ``torch.Generator`` attributes (submodules
-    included), the states of Python's and numpy's global generators, and which parameters train: one that is frozen or
-    unfrozen between forward and backward would change what the recompute saves.
+    Holds what the module's forward can reach (``reach``): references to it, copies of tensors and arrays, states of
+    random generators; the states of Python's and numpy's global generators; torch's choice of attention kernels; and
+    which parameters train: one that is frozen or unfrozen between forward and backward would change what the recompute
+    saves.
+
+    Args:
+        picture: the containers and what is in them.
+        generators: further random generators, those among the arguments.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    __slots__ = ("_copies", "_generators", "_numpy", "_python", "_reach", "_states", "_switches", "_then", "_trains")
+
+    def __init__(self, picture: Picture, generators: Iterable[Any] = ()) -> None:
         # lists side by side, not of pairs: every object that lives until the backward brings Python's next full
         # collection nearer, and that stops everything
-        self._owners: list[_Items] = []
-        self._then: list[_Items] = []
-        self._generators = []
-        children = list(module.modules())
+        self._reach, self._then = picture
+        self._copies = self._copied(self._then)
         with torch._C.DisableTorchFunctionSubclass():
-            parameters = (p for child in children for p in child._parameters.values())
-            self._parameters = [parameter for parameter in parameters if parameter is not None]
-            self._trains = bytes(parameter.requires_grad for parameter in self._parameters)
-        for child in children:
-            for owner in (child.__dict__, child._buffers):
-                found, tensors, generators = _look(owner)
-                for name, value in tensors:
-                    found[name] = _kept(value)
-                self._owners.append(owner)
-                self._then.append(found or _NOTHING)
-                self._generators += [(generator, generator.get_state()) for generator in generators]
+            self._trains = bytes(parameter.requires_grad for parameter in self._parameters())
+        self._generators = [*self._reach.generators, *generators]
+        self._states = [_state(generator) for generator in self._generators]
         self._python = random.getstate()
         self._numpy = np.random.get_state()
+        self._switches = _switches()
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
         """The module is as it was then; afterwards it is as it is now, whatever the code inside did."""
-        now = [_look(owner).found for owner in self._owners]
-        generators = [(generator, generator.get_state()) for generator, _ in self._generators]
-        python, numpy = random.getstate(), np.random.get_state()
-        for owner, items, present in zip(self._owners, self._then, now, strict=True):
-            self._set(owner, {name: _kept(value) for name, value in items.items()}, present)
-        self._set_generators(self._generators, self._python, self._numpy)
+        reach = self._reach
+        now = reach.read()
+        contents = reach.contents() if now is None else None
+        states = [_state(generator) for generator in self._generators]
+        python, numpy, switches = random.getstate(), np.random.get_state(), _switches()
+        then = self._then
+        if self._copies:
+            then = then.copy()
+            for position, value in zip((*reach.tensors, *reach.arrays), self._copies, strict=True):
+                then[position] = value
+            again = self._copied(then)
+            for position, value in zip((*reach.tensors, *reach.arrays), again, strict=True):
+                then[position] = value
+        reach.put(then)
+        self._set_generators(self._states, self._python, self._numpy)
+        _switch(self._switches, switches)
         turned = self._turn_to_then()
         try:
             yield
         finally:
             _turn(turned)
-            for owner, items in zip(self._owners, now, strict=True):
-                self._set(owner, items, _look(owner).found)
-            self._set_generators(generators, python, numpy)
+            if now is not None:
+                reach.put(now)
+            elif contents is not None:
+                reach.put_contents(contents)
+            self._set_generators(states, python, numpy)
+            _switch(switches, self._switches)
+
+    def _copied(self, flat: list[Any]) -> list[Any]:
+        """Copies of tensors and arrays; one for both places where one is in two."""
+        reach, made = self._reach, dict[int, Any]()
+        for position in reach.tensors:
+            value = flat[position]
+            if id(value) not in made:
+                # what had a graph is an alias already
+                made[id(value)] = value if value.requires_grad else value.detach().clone()
+        for position in reach.arrays:
+            made[id(flat[position])] = flat[position].copy()
+        return [made[id(flat[position])] for position in (*reach.tensors, *reach.arrays)]
+
+    def _parameters(self) -> list[nn.Parameter]:
+        found = (self._then[position] for position in self._reach.parameters)
+        return [parameter for parameter in found if parameter is not None]
 
     def _turn_to_then(self) -> list[tuple[nn.Parameter, bool]]:
         """Parameters train as they did then. Returns how those were now that did not."""
         with torch._C.DisableTorchFunctionSubclass():
-            then = zip(self._parameters, map(bool, self._trains), strict=True)
+            then = zip(self._parameters(), map(bool, self._trains), strict=True)
             turned = [(parameter, trained) for parameter, trained in then if parameter.requires_grad != trained]
         _turn(turned)
         return [(parameter, not trained) for parameter, trained in turned]
 
-    @staticmethod
-    def _set(owner: _Items, items: _Items, present: _Items) -> None:
-        if present.keys() != items.keys():
-            for name in present.keys() - items.keys():
-                del owner[name]  # the forward made this attribute
-        owner.update(items)
-
-    @staticmethod
-    def _set_generators(generators: list[tuple[torch.Generator, torch.Tensor]], python: Any, numpy: Any) -> None:
-        for generator, state in generators:
-            generator.set_state(state)
+    def _set_generators(self, states: list[Any], python: Any, numpy: Any) -> None:
+        for generator, state in zip(self._generators, states, strict=True):
+            if isinstance(generator, random.Random):
+                generator.setstate(state)
+            elif isinstance(generator, np.random.Generator):
+                generator.bit_generator.state = state
+            else:
+                generator.set_state(state)
         random.setstate(python)
         np.random.set_state(numpy)
-
-
-class _Found(NamedTuple):
-    """What of a module's attributes is put back: all of it by name, and which of it are tensors; generators."""
-
-    found: _Items
-    tensors: list[tuple[str, torch.Tensor]]
-    generators: list[torch.Generator]
 
 
 def _turn(parameters: Iterable[tuple[nn.Parameter, bool]]) -> None:
@@ -110,29 +119,34 @@ def _turn(parameters: Iterable[tuple[nn.Parameter, bool]]) -> None:
             parameter.requires_grad_(trains)
 
 
-def _look(owner: _Items) -> _Found:
-    found: _Items = {}
-    tensors: list[tuple[str, torch.Tensor]] = []
-    generators: list[torch.Generator] = []
-    for name, value in owner.items():
-        kind = type(value)
-        if kind in _NUMBERS:
-            found[name] = value
-        elif kind not in _NEVER:  # most attributes end here: modules' own dictionaries, names, configurations
-            if _is_tensor(value):
-                found[name] = value
-                tensors.append((name, value))
-            elif isinstance(value, torch.Generator):
-                generators.append(value)
-    return _Found(found, tensors, generators)
+def _state(generator: Any) -> Any:
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.get_state()
 
 
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
+def _switches() -> tuple[Any, ...]:
+    """Which kernels ``torch.nn.attention.sdpa_kernel`` and ``torch.backends.cudnn.flags`` let torch choose."""
+    found = torch._C
+    return (
+        found._get_flash_sdp_enabled(),
+        found._get_mem_efficient_sdp_enabled(),
+        found._get_math_sdp_enabled(),
+        found._get_cudnn_sdp_enabled(),
+        found._get_cudnn_enabled(),
+        found._get_sdp_priority_order(),
+    )
 
 
-def _kept(value: Any) -> Any:
-    """A copy; of a tensor with a graph an alias without it, which keeps no earlier graph alive."""
-    if type(value) in _NUMBERS:
-        return value
-    return value.detach().clone() if value.grad_fn is None else value.detach()
+def _switch(wanted: tuple[Any, ...], present: tuple[Any, ...]) -> None:
+    if wanted == present:
+        return
+    flash, mem_efficient, math, cudnn_attention, cudnn, order = wanted
+    torch._C._set_sdp_use_flash(flash)
+    torch._C._set_sdp_use_mem_efficient(mem_efficient)
+    torch._C._set_sdp_use_math(math)
+    torch._C._set_sdp_use_cudnn(cudnn_attention)
+    torch._C._set_cudnn_enabled(cudnn)
+    torch._C._set_sdp_priority_order(order)

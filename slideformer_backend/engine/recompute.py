@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import copy
+import contextvars
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +14,8 @@ from ..errors import UnsupportedError
 from .arguments import Arguments
 from .boundaries import Boundaries
 from .effects import Effects
+from .given import caches_in, fresh, generators_in, states_in
+from .reach import Picture
 from .shelf import Boundary
 from .visit import PostBackward, Visit
 
@@ -53,7 +55,16 @@ class Runner:
     """Runs the original forward; the recompute sees its arguments as the forward found them.
 
     A cache is appended to by the forward. The recompute gets a shallow copy of the cache from before, so that nothing
-    is appended twice and a prefix (prefix tuning) still takes part.
+    is appended twice and a prefix (prefix tuning) still takes part; of lists, dicts and other objects likewise.
+
+    Args:
+        name: the unit's name.
+        forward: the original forward.
+        module: whose forward it is.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        picture: what the module holds.
+        autocast_cache: autocast keeps its casts of the module's parameters.
     """
 
     def __init__(
@@ -63,6 +74,7 @@ class Runner:
         module: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        picture: Picture,
         *,
         autocast_cache: bool = False,
     ) -> None:
@@ -70,13 +82,18 @@ class Runner:
         self._forward = forward
         self._module = module
         self._name = name
-        self._before = {id(value): _snapshot(value) for value in (*args, *kwargs.values()) if _is_cache(value)}
-        self._versions = [(state, state._version) for cache in self._before.values() for state in _states(cache)]
+        self._versions = [(state, state._version) for cache in caches_in(args, kwargs) for state in states_in(cache)]
         self._arguments = Arguments(name, module, args, kwargs)
-        self._effects = Effects(module)
-        self._args = args
-        self._kept: tuple[Any, ...] | None = args
-        self.kwargs = kwargs
+        self._effects = Effects(picture, generators_in((args, kwargs)))
+        self._variables = contextvars.copy_context()
+        memo: dict[int, Any] = {}
+        # the forward's own containers end up with its results, whose graph would hold us and we them
+        self._given: tuple[tuple[Any, ...], dict[str, Any]] = args, kwargs
+        self._args: tuple[Any, ...] = fresh(args, memo)
+        self._kept: tuple[Any, ...] | None = self._args
+        self.kwargs: dict[str, Any] = {name: fresh(value, memo) for name, value in kwargs.items()}
+        self._writes = bool(memo)
+        """Whether some argument is a container that the forward may write to."""
         self._boundaries: Boundaries | None = None
         self._is_first = True
         self.visit: Visit | None = None
@@ -108,7 +125,7 @@ class Runner:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_first:
             self._is_first = False
-            args, self._args, self.kwargs = self._args, (), {}
+            (args, kwargs), self._given, self._args, self.kwargs = self._given, ((), {}), (), {}
             with self._context(self._module):
                 output = self._forward(*args, **kwargs)
             if any(state._version != version for state, version in self._versions):
@@ -123,11 +140,12 @@ class Runner:
         args = args if self._kept is None else self._kept
         if self._boundaries is not None:
             args = tuple(self._loaded(self._boundaries, value) for value in args)
-        if self._before:
-            args = tuple(self._restored(value) for value in args)
-            kwargs = {name: self._restored(value) for name, value in kwargs.items()}
+        if self._writes:
+            memo: dict[int, Any] = {}
+            args = fresh(args, memo)
+            kwargs = {name: fresh(value, memo) for name, value in kwargs.items()}
         with self._effects.replayed(), self._context(self._module):
-            return self._forward(*args, **kwargs)
+            return self._variables.copy().run(self._forward, *args, **kwargs)
 
     @staticmethod
     def _loaded(boundaries: Boundaries, value: Any) -> Any:
@@ -138,40 +156,6 @@ class Runner:
             return tensor
         passed = PostBackward.apply(_nothing, tensor.requires_grad_())  # type: ignore[no-untyped-call]  # no leaf
         return passed[0]
-
-    def _restored(self, value: Any) -> Any:
-        return _snapshot(self._before[id(value)]) if id(value) in self._before else value
-
-
-def _is_cache(value: Any) -> bool:
-    return any(base.__name__ == "Cache" for base in type(value).__mro__)
-
-
-def _has_parts(item: Any) -> bool:
-    return hasattr(item, "__dict__") and not isinstance(item, torch.Tensor)
-
-
-def _states(cache: Any) -> Iterator[torch.Tensor]:
-    """Tensors of a cache that recurrent layers overwrite; keys and values are attributes, and are replaced."""
-    for value in vars(cache).values():
-        if isinstance(value, dict):
-            yield from (item for item in value.values() if isinstance(item, torch.Tensor) and not item.is_inference())
-        for item in value if isinstance(value, list) else (value,):
-            if _is_cache(item) or (isinstance(value, list) and _has_parts(item)):
-                yield from _states(item)
-
-
-def _snapshot(cache: Any) -> Any:
-    """A copy of a cache, or of a layer of one, that shares only tensors."""
-    copied = copy.copy(cache)
-    for name, value in vars(cache).items():
-        if isinstance(value, list):
-            setattr(copied, name, [_snapshot(item) if _has_parts(item) else item for item in value])
-        elif isinstance(value, dict):  # which layers are filled, states of recurrent layers
-            setattr(copied, name, dict(value))
-        elif _is_cache(value):
-            setattr(copied, name, _snapshot(value))
-    return copied
 
 
 def _nothing(_: object) -> None:

@@ -203,6 +203,8 @@ class Unit:
     """What was handed out as ``parameter.data`` during the lease; None: ``parameter.data`` was assigned."""
     notes_writes: bool = False
     """Resident: its forward runs, and graphs keep what was there before a write."""
+    forward: object = None
+    """What stands for the module's forward while the unit is managed."""
     opens: int = 0
     arrived: set[int] = field(default_factory=set)
     """``id`` of the records whose gradient was written in the open backward."""
