@@ -47,7 +47,8 @@ _LENGTHS = (sys.maxsize, 1024, 64, 64, 64)
 """How many entries a container may have that is so many steps from a module: tables and registries are longer, and
 looking at them would cost more than the layer."""
 _BYTES = 1 << 20
-"""Up to this size a tensor or array in a container is copied; larger ones are expected to be replaced as a whole."""
+"""How much of tensors and arrays in containers is copied, nearest first. State is small; what is large is a table,
+or is replaced as a whole."""
 
 
 class Picture(NamedTuple):
@@ -170,6 +171,7 @@ class _Walk:
         self.generators: list[Any] = []
         self._seen: dict[int, Any] = {}
         self._steps: list[int | None] = []
+        self._room = _BYTES
         children = list(module.modules())
         for child in children:
             self._add(child.__dict__, 0)
@@ -222,13 +224,19 @@ class _Walk:
         if isinstance(value, torch.Tensor):
             if isinstance(value, nn.Parameter):
                 return
-            if steps == 0 or value.grad_fn is not None or value.numel() * value.element_size() <= _BYTES:
+            if steps == 0 or value.grad_fn is not None or self._has_room(value.numel() * value.element_size()):
                 self.tensors.append(position)
         elif isinstance(value, np.ndarray):
-            if value.nbytes <= _BYTES:
+            if self._has_room(value.nbytes):
                 self.arrays.append(position)
         else:
             self._look_into(value, steps)
+
+    def _has_room(self, size: int) -> bool:
+        if size > self._room:
+            return False
+        self._room -= size
+        return True
 
     def _look_into(self, value: Any, steps: int) -> None:
         """Whatever holds something that may change: a container, a generator, a function, an object."""
