@@ -12,7 +12,7 @@ LEAST_GAIN = 2
 
 def is_compressed(shape: Sequence[int], settings: LspSettings) -> bool:
     """Whether a parameter of this shape is a matrix whose core is small enough to be worth it."""
-    return len(shape) == 2 and 0 < core_elements(shape, settings) * LEAST_GAIN <= shape[0] * shape[1]
+    return len(shape) == 2 and all(shape) and core_elements(shape, settings) * LEAST_GAIN <= shape[0] * shape[1]
 
 
 def core_elements(shape: Sequence[int], settings: LspSettings) -> int:

@@ -303,11 +303,9 @@ def test_a_weight_that_is_narrow_under_autocast_is_refused(device):
 def test_what_only_the_recompute_writes_is_refused(device):
     model = Net("none").train()
     engine = attach(model, SlideFormerConfig(), device=device)
-    calls = []
 
     def write(module, args):
-        calls.append(1)
-        if len(calls) > 1:
+        if torch._C._current_graph_task_id() != -1:  # inside a backward
             module.weight.data.mul_(2)
 
     model.blocks[1].down.register_forward_pre_hook(write)
