@@ -249,11 +249,11 @@ class Backward:
         of the forward (a transposed weight), which run after all of that backward."""
         second = next((visit for visit in record.unit.visits if isinstance(visit, Second)), None)
         if second is None:
-            module = record.unit.module
-            if module is not None and module.__dict__.get("forward") is not record.unit.forward:
+            unit = record.unit
+            if unit.module is not None and unit.module.__dict__.get("forward") is not unit.forward:
                 raise UnsupportedError(
-                    f"The forward of {record.unit.name} was replaced after accelerator.prepare() by one that does not"
-                    " call it: the layer ran without SlideFormer.",
+                    f"The forward of {unit.name} was replaced after accelerator.prepare() by one that does not call it:"
+                    " the layer ran without SlideFormer.",
                     remedy="replace it before prepare, or let the new one call module.forward as it was after prepare",
                 )
             raise UnsupportedError(

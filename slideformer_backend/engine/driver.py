@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from ..errors import StateError
 from .arguments import Arguments
 from .guard import tensors_in
-from .reach import Watch
+from .reach import Viewer
 from .recompute import Runner, autocast_cache_off, hf_checkpointing_off, unit_context
 from .unit import Unit, Where
 from .visit import Leave, OpenHook, PostBackward, Visit
@@ -38,7 +38,7 @@ class UnitForward:
         self._engine = weakref.ref(engine)
         self._unit = unit
         self._module = weakref.ref(module)
-        self._watch = Watch()
+        self._viewer = Viewer()
         self._own = module.__dict__.get("forward")
         # module.compile() compiles what calls `forward`, us included: compiled code runs inside, in its place.
         self._compiled = module.__dict__.pop("_compiled_call_impl", None)
@@ -112,7 +112,7 @@ class UnitForward:
             args, kwargs = inputs.args, inputs.kwargs
             backend.begin("forward", name)
         if engine.recomputes(self._unit):
-            run = Runner(name, forward, module, args, kwargs, self._watch.look(module), autocast_cache=True)
+            run = Runner(name, forward, module, args, kwargs, self._viewer.look(module), autocast_cache=True)
             run.visit = visit
             unit = self._unit
             output = checkpoint(
@@ -154,7 +154,7 @@ class UnitForward:
                 output = self._original(module)(*args, **kwargs)
             arguments.check_forward(output)  # the identity's outputs changed, and their caller's tensors did not
         else:
-            run = Runner(unit.name, self._original(module), module, args, kwargs, self._watch.look(module))
+            run = Runner(unit.name, self._original(module), module, args, kwargs, self._viewer.look(module))
             with autocast_cache_off():
                 output = checkpoint(
                     run,

@@ -58,7 +58,7 @@ class Picture(NamedTuple):
     flat: list[Any]
 
 
-class Watch:
+class Viewer:
     """Looks at a module again and again. Where nothing changed, which is the rule, all looks share one picture."""
 
     def __init__(self) -> None:

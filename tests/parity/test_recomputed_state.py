@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from slideformer_backend.api import attach
 from slideformer_backend.config import SlideFormerConfig
-from slideformer_backend.engine.reach import Watch
+from slideformer_backend.engine.reach import Viewer
 from slideformer_backend.errors import UnsupportedError
 
 WIDTH = 16
@@ -365,23 +365,23 @@ def test_arguments_that_a_layer_writes_to(kind):
 
 def test_looks_share_one_picture_and_keep_no_graph():
     """Looking costs little where nothing changes, and no earlier step stays in memory."""
-    block, watch = Block("list", 0), Watch()
+    block, viewer = Block("list", 0), Viewer()
     block(torch.ones(2, WIDTH))
-    picture = watch.look(block)
-    assert watch.look(block) is picture
+    picture = viewer.look(block)
+    assert viewer.look(block) is picture
     passing = block.inner.weight * 2
     gone = weakref.ref(passing)
     own = block.inner._parameters["weight"]
     block.inner._parameters["weight"] = passing
     block.state = [passing.mean() * torch.ones(2)]
     also_gone = weakref.ref(block.state[0])
-    watch.look(block)
+    viewer.look(block)
     block.inner._parameters["weight"], block.state = own, [1.0]
     del passing
     gc.collect()
     assert (gone(), also_gone()) == (None, None)
-    assert watch.look(block).reach is not picture.reach
-    assert watch.look(block) is watch.look(block)
+    assert viewer.look(block).reach is not picture.reach
+    assert viewer.look(block) is viewer.look(block)
 
 
 def test_a_forward_replaced_after_the_model_was_attached():
