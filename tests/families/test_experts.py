@@ -11,6 +11,10 @@ from tests.parity.models import HIDDEN, Stack, batch, hugging_face, language_los
 ADAMW = {"lr": 1e-2, "fused": True, "weight_decay": 0.1}
 
 
+class Routes(list):
+    """No plain list, which a recompute would leave as it was."""
+
+
 class Experts(nn.Module):
     """Experts as modules of their own, each called only when it has tokens; ``jitter`` makes routing random."""
 
@@ -19,7 +23,7 @@ class Experts(nn.Module):
         self.router = nn.Linear(HIDDEN, 8, bias=False)
         self.experts = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(8))
         self.jitter = jitter
-        self.routes = []
+        self.routes = Routes()
 
     def forward(self, x):
         flat = x.flatten(0, 1)
