@@ -52,6 +52,7 @@ class Effects:
         reach = self._reach
         now = reach.read()
         contents = reach.contents() if now is None else None
+        lengths = list(map(len, reach.long_lists))
         states = [_state(generator) for generator in self._generators]
         python, numpy, switches = random.getstate(), np.random.get_state(), _switches()
         then = self._then
@@ -74,6 +75,8 @@ class Effects:
                 reach.put(now)
             elif contents is not None:
                 reach.put_contents(contents)
+            for entries, length in zip(reach.long_lists, lengths, strict=True):
+                del entries[length:]
             self._set_generators(states, python, numpy)
             _switch(switches, self._switches)
 

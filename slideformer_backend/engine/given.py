@@ -53,7 +53,7 @@ def fresh(value: Any, memo: dict[int, Any]) -> Any:
         return value
     if id(value) in memo:
         return memo[id(value)]
-    if kind is tuple or hasattr(value, "_fields"):
+    if isinstance(value, tuple) and (kind is tuple or hasattr(kind, "_fields")):
         items = [fresh(item, memo) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
@@ -75,7 +75,7 @@ def fresh(value: Any, memo: dict[int, Any]) -> Any:
 
 def _fresh_object(value: Any, memo: dict[int, Any]) -> Any:
     memo[id(value)] = value
-    if hasattr(value, "__del__"):  # it owns something that a copy would give back too
+    if hasattr(type(value), "__del__"):  # it owns something that a copy would give back too
         return value
     try:
         made = memo[id(value)] = copy.copy(value)

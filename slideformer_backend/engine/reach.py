@@ -14,11 +14,11 @@ import random
 import sys
 import threading
 from bisect import bisect_right
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable
 from itertools import chain, pairwise
 from operator import is_
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,23 +29,30 @@ from ..errors import StateError
 
 _ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type})
 """Types of objects that nobody changes."""
-_DICTS = frozenset({dict, OrderedDict, defaultdict})
+_DICTS = frozenset({dict, OrderedDict, defaultdict, Counter})
 CONTAINERS = _DICTS | {list, deque, set}
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 STATELESS = (
     nn.Module, torch.Tensor, type, ModuleType, BuiltinFunctionType, enum.Enum, threading.local, random.SystemRandom,
 )  # fmt: skip
 """Objects that hold no state of a layer, or whose state is looked after elsewhere."""
-_OF_OTHERS = frozenset({"accelerate", "logging", "slideformer_backend", "threading", "torch", "typing"})
-"""Packages whose objects hold no state of a layer."""
+_OF_OTHERS = frozenset({
+    "accelerate", "asyncio", "concurrent", "logging", "multiprocessing", "queue", "slideformer_backend", "threading",
+    "torch", "typing",
+})  # fmt: skip
+"""Packages whose objects hold no state of a layer, or what other threads write to."""
 _NOT_IN_FORWARD = frozenset({
     "_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks",
     "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
 })  # fmt: skip
 _OF_MODULES = frozenset({"_parameters", "_buffers", "_modules"})
-_LENGTHS = (sys.maxsize, 1024, 64, 64, 64)
+_LENGTHS = (sys.maxsize, 1024, 1024, 1024, 1024)
 """How many entries a container may have that is so many steps from a module: tables and registries are longer, and
-looking at them would cost more than the layer."""
+looking at them would cost more than the layer. Of a longer list the recompute's entries are cut off again."""
+_ENTRIES = 4096
+"""How many entries the containers of a module may have in all, its own attributes not counted."""
+_ATTEMPTS = 8
+"""Looks that another thread's writes may spoil, one after the other, before only attributes are looked at."""
 _BYTES = 1 << 20
 """How much of tensors and arrays in containers is copied, nearest first. State is small; what is large is a table,
 or is replaced as a whole."""
@@ -69,17 +76,14 @@ class Viewer:
         reach, flat = None, None
         if self._last is not None:
             reach, last = self._last
-            flat = reach.read()
+            flat = reach.read() if reach.is_bound() else None
             if flat is not None:
                 if all(map(is_, flat, last)):
                     return self._last
                 if not reach.fits(last, flat):
                     flat = None
         if reach is None or flat is None:
-            reach = Reach(module)
-            flat = reach.read()
-            if flat is None:
-                raise StateError(f"attributes of a {type(module).__name__} change while they are looked at")
+            reach, flat = _read_anew(module)
         has_graph = False
         for position in reach.tensors:
             tensor = flat[position]
@@ -92,11 +96,23 @@ class Viewer:
         return picture
 
 
+def _read_anew(module: nn.Module) -> tuple[Reach, list[Any]]:
+    for attempt in range(_ATTEMPTS + 1):
+        try:
+            reach = Reach(module, is_deep=attempt < _ATTEMPTS)
+            flat = reach.read()
+        except RuntimeError:  # a container has changed its size while it was looked at
+            flat = None
+        if flat is not None:
+            return reach, flat
+    raise StateError(f"attributes of a {type(module).__name__} change while they are looked at")
+
+
 class Reach:
     """Which containers there are: true as long as none changes its length and ``fits`` says so of what changed."""
 
-    def __init__(self, module: nn.Module) -> None:
-        walk = _Walk(module)
+    def __init__(self, module: nn.Module, *, is_deep: bool = True) -> None:
+        walk = _Walk(module, is_deep=is_deep)
         self.containers = walk.containers
         self.tensors = walk.tensors
         """Where tensors are of which a recompute gets a copy."""
@@ -104,15 +120,23 @@ class Reach:
         self.parameters = walk.parameters
         """Where parameters are, or what stands for them, or None."""
         self.generators = walk.generators
+        self.long_lists = walk.long_lists
+        """Too long to be looked at: only their lengths are put back."""
+        self._names, self._values = walk.names, walk.values
         self._views = walk.views
         self._sizes = walk.sizes
         self._ends = walk.ends
+
+    def is_bound(self) -> bool:
+        """Whether names among globals, of classes and of closures mean the objects that they meant."""
+        return all(map(is_, [space.get(name) for space, name in self._names], self._values))
 
     def read(self) -> list[Any] | None:
         """What is in the containers now; None where one has another length."""
         if list(map(len, self.containers)) != self._sizes:
             return None
-        return list(chain.from_iterable(self._views))
+        flat = list(chain.from_iterable(self._views))
+        return flat if not self._ends or len(flat) == self._ends[-1] else None  # a thread has written meanwhile
 
     def fits(self, before: list[Any], now: list[Any]) -> bool:
         """Whether what changed is of the same kind as it was, so that all positions hold."""
@@ -160,7 +184,7 @@ class Reach:
 class _Walk:
     """Finds what a module reaches, nearest first."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, is_deep: bool) -> None:
         self.containers: list[Any] = []
         self.views: list[Iterable[Any]] = []
         self.sizes: list[int] = []
@@ -169,6 +193,11 @@ class _Walk:
         self.arrays: list[int] = []
         self.parameters: list[int] = []
         self.generators: list[Any] = []
+        self.long_lists: list[list[Any]] = []
+        self.names: list[tuple[Any, Any]] = []
+        self.values: list[Any] = []
+        self._is_deep = is_deep
+        self._entries = _ENTRIES
         self._seen: dict[int, Any] = {}
         self._steps: list[int | None] = []
         self._room = _BYTES
@@ -186,8 +215,15 @@ class _Walk:
     def _add(self, container: Any, steps: int | None) -> bool:
         """A container so many steps from a module; None: nothing in it needs a look. Returns whether it is new."""
         size, is_dict = len(container), type(container) in _DICTS
-        if id(container) in self._seen or (steps is not None and (steps >= len(_LENGTHS) or size > _LENGTHS[steps])):
+        if id(container) in self._seen:
             return False
+        if steps:
+            if steps >= len(_LENGTHS) or size > _LENGTHS[steps] or size > self._entries:
+                if type(container) is list:
+                    self._seen[id(container)] = container
+                    self.long_lists.append(container)
+                return False
+            self._entries -= size
         self._seen[id(container)] = container
         self.containers.append(container)
         self.sizes.append(size)
@@ -241,7 +277,7 @@ class _Walk:
     def _look_into(self, value: Any, steps: int) -> None:
         """Whatever holds something that may change: a container, a generator, a function, an object."""
         kind = type(value)
-        if kind in _ATOMS:
+        if kind in _ATOMS or not self._is_deep:
             return
         if kind in CONTAINERS:
             self._add(value, steps + 1)
@@ -255,11 +291,11 @@ class _Walk:
             self._look_into(value.__self__, steps)
         elif kind is functools.partial:
             for part in (value.func, *value.args, *value.keywords.values()):
-                self._look_into(part, steps + 1)
+                self._look_into(part, steps)
         elif kind is FunctionType:
             self._seen[id(value)] = value
             self._look_into_function(value, steps)
-        elif kind is tuple:
+        elif isinstance(value, tuple):
             for item in value if len(value) <= _LENGTHS[-1] and steps < len(_LENGTHS) else ():
                 self._look_into(item, steps + 1)
         elif steps < 2 and has_attributes(value):
@@ -268,17 +304,26 @@ class _Walk:
     def _look_into_class(self, kind: type) -> None:
         for name, value in vars(kind).items():
             if (type(value) in CONTAINERS or isinstance(value, (*GENERATORS, FunctionType))) and name != "__init__":
+                self._bind(vars(kind), name, value)
                 self._look_into(value, 0)
+
+    def _bind(self, space: Any, name: Any, value: Any) -> None:
+        if value is None or type(value) not in _ATOMS:  # a number may change in every step
+            self.names.append((space, name))
+            self.values.append(value)
 
     def _look_into_function(self, function: FunctionType, steps: int) -> None:
         if function.__module__.partition(".")[0] in _OF_OTHERS or steps >= len(_LENGTHS):
             return
         for cell in function.__closure__ or ():
             with contextlib.suppress(ValueError):  # an empty cell
+                self._bind(_Cell(cell), None, cell.cell_contents)
                 self._look_into(cell.cell_contents, steps + 1)
         names = function.__globals__
         for name in _names(function.__code__):
             value = names.get(name)
+            if name in names:
+                self._bind(names, name, value)
             if type(value) is FunctionType:
                 if value.__globals__ is names:
                     self._look_into(value, steps + 1)
@@ -286,10 +331,27 @@ class _Walk:
                 self._look_into(value, steps + 1)
 
 
+class _Cell(NamedTuple):
+    """A variable of an enclosing function, to be asked like a space of names."""
+
+    cell: CellType
+
+    def get(self, name: None) -> Any:
+        """What it holds; None while it is empty."""
+        try:
+            return self.cell.cell_contents
+        except ValueError:
+            return None
+
+
 def has_attributes(value: object) -> bool:
     """Whether it is an object whose attributes may be state of a layer."""
-    package = type(value).__module__.partition(".")[0]
-    return type(getattr(value, "__dict__", None)) is dict and package not in _OF_OTHERS
+    if type(value).__module__.partition(".")[0] in _OF_OTHERS:
+        return False
+    try:  # not through a `__getattr__` of its own
+        return type(object.__getattribute__(value, "__dict__")) is dict
+    except AttributeError:
+        return False
 
 
 @functools.lru_cache(maxsize=4096)
@@ -311,6 +373,8 @@ def _write(container: Any, content: list[Any]) -> None:
     wanted = dict(zip(content[: len(content) // 2], content[len(content) // 2 :], strict=True))
     if type(container) is OrderedDict:  # hooks run in this order
         container.clear()
+        container.update(wanted)
+        return
     for name in [name for name in container if name not in wanted]:
         del container[name]
-    container.update(wanted)
+    dict.update(container, wanted)  # a Counter's own would add
