@@ -157,7 +157,7 @@ class CoreUnits(DeviceUnits):
         else:
             record.square_sum = None
         record.has_gradient, record.coefficient = True, ONE
-        if is_last and not self._expects_clip():
+        if is_last and not self._policy.is_clipping:
             self._predict(record, core)
 
     @contextlib.contextmanager
@@ -221,9 +221,6 @@ class CoreUnits(DeviceUnits):
         if record.coefficient != ONE:
             run = partial(self._arithmetic.scale, core, record.coefficient)
             self._operate(core, f"clip of {core.name}", run, writes=(core.gradient,))
-
-    def _expects_clip(self) -> bool:
-        return bool(getattr(self._policy, "is_clipping", False))
 
     # -- updates ---------------------------------------------------------------------------------------------------
 

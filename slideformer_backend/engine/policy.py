@@ -39,6 +39,9 @@ class UpdatePolicy(abc.ABC):
         spill: brings states that operations need into memory.
     """
 
+    is_clipping = False
+    """Whether the last step was clipped, so that the next one probably is; never where a policy cannot clip."""
+
     def __init__(
         self,
         backend: Backend,

@@ -16,12 +16,8 @@ from .unit import ONE, Entry, ParamRecord, Unit, Weights
 
 
 class RedoLog(UpdatePolicy):
-    """Exact updates that overlap backward.
+    """Exact updates that overlap backward; nothing is speculated about a step that is probably clipped."""
 
-    ``is_clipping``: the last step was clipped, so the next one probably is; speculation would be wasted.
-    """
-
-    is_clipping = False
     deferred = 1 << 30
     """How many units of a clipped step, the last in forward order, get only their working weights at once (a peek) and
     are committed when their next gradient arrives. The others get both in one pass, which takes longer but saves the

@@ -120,7 +120,7 @@ class Residency:
         before, self._worked = self._worked, self._backend.busy()
         worked = {name: total - before.get(name, 0.0) for name, total in self._worked.items()}
         busiest = max(worked["update"], worked["h2d"] + worked["back"], worked["d2h"] + worked["out"])
-        is_typical = self._policy.spill.tier is None and not getattr(self._policy, "is_clipping", False)
+        is_typical = self._policy.spill.tier is None and not self._policy.is_clipping
         self._busiest = busiest / seconds if is_typical else None
 
     def is_due(self) -> bool:
