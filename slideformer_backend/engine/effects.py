@@ -46,6 +46,11 @@ class Effects:
         self._numpy = np.random.get_state()
         self._switches = _switches()
 
+    def has_run(self) -> None:
+        """The forward is over. Torch decides on its own order of attention kernels in the first attention of a process
+        (cuDNN before flash on some GPUs), so that what the forward ran with is known only now."""
+        self._switches = _switches()
+
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
         """The module is as it was then; afterwards it is as it is now, whatever the code inside did."""

@@ -13,10 +13,10 @@ from .arithmetic import low_array
 from .edges import set_device_gradient
 from .guard import guard, plain
 from .immediate import Immediate
-from .residency import move_own_states
 from .schedule import Schedule
 from .states import LOW, MASTER, allocate_states
 from .unit import Unit, Weights, Where
+from .whole import move_own_states
 
 if TYPE_CHECKING:
     from .engine import Engine

@@ -128,6 +128,7 @@ class Runner:
             (args, kwargs), self._given, self._args, self.kwargs = self._given, ((), {}), (), {}
             with self._context(self._module):
                 output = self._forward(*args, **kwargs)
+            self._effects.has_run()
             if any(state._version != version for state, version in self._versions):
                 raise UnsupportedError(
                     f"A {type(self._module).__name__} overwrote the recurrent state that it was given in a cache, which"

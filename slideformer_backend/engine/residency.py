@@ -25,6 +25,7 @@ from .spill import Spill
 from .spilling import open_shelf
 from .states import master_of
 from .unit import ParamRecord, Unit, Where
+from .whole import move_own_states
 from .window import Window
 
 logger = logging.getLogger(__name__)
@@ -208,17 +209,6 @@ class Residency:
         unit.states.clear()
         unit.weights = self._memory.allocate(f"weights of {unit.name}", 0, dma=False)
         self._policy.release_pool(unit)
-
-
-def move_own_states(record: ParamRecord, device: torch.device) -> None:
-    """Move what an optimizer without a fused rule keeps for itself; step counts stay where they are, as in torch."""
-    binding = record.binding
-    if binding is None or binding.rule is not None:
-        return
-    state = binding.optimizer.state.get(record.parameter, {})
-    for name, value in state.items():
-        if isinstance(value, torch.Tensor) and name != "step":
-            state[name] = value.to(device)
 
 
 def _states_of(record: ParamRecord, unit: Unit, spill: Spill) -> dict[str, torch.Tensor]:

@@ -17,7 +17,7 @@ from .edges import Edges
 from .immediate import Immediate
 from .redo_log import RedoLog
 from .unit import ONE, ParamRecord, SquareSum, Unit
-from .whole import as_masters
+from .whole import as_masters, move_own_states
 
 logger = logging.getLogger(__name__)
 
@@ -168,6 +168,8 @@ class Stepper:
             self._backend.synchronize("host waits for gradient", unit.gradient.filled if unit.gradient else None)
             self._backend.synchronize("host waits for norm", unit.measured)
         with as_masters(records):
+            for record in records:
+                move_own_states(record, record.parameter.device)  # of a loaded state_dict, say
             binding.run_whole()
         for unit in units:
             if unit.updates_on_device:

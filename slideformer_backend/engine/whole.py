@@ -50,3 +50,17 @@ def _gradient(record: ParamRecord) -> torch.Tensor | None:
         return None if gradient is None else plain(gradient)
     buffer = record.unit.gradient
     return None if buffer is None else record.gradient_view(buffer.slab.flat)
+
+
+def move_own_states(record: ParamRecord, device: torch.device) -> None:
+    """Move what an optimizer without a fused rule keeps for itself to where it steps the parameter. Step counts stay
+    where they are unless it counts on the device, as in torch."""
+    binding = record.binding
+    if binding is None or binding.rule is not None:
+        return
+    group = record.group or {}
+    counts_there = bool(group.get("fused") or group.get("capturable"))
+    state = binding.optimizer.state.get(record.parameter, {})
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and (counts_there or name != "step"):
+            state[name] = value.to(device)

@@ -269,7 +269,11 @@ class Window:
 
     def _new_weight_slot(self, size: int) -> WeightSlot:
         flat = torch.zeros(size, dtype=torch.uint8, device=self.backend.device)
-        return WeightSlot(f"weight slot {next(self._turn)}", flat)
+        slot = WeightSlot(f"weight slot {next(self._turn)}", flat)
+        # the allocator gives memory that compute issued earlier may still use, and the zeros are written behind that
+        self.backend.touch(f"start of {slot.name}", writes=(slot,))
+        slot.released = self.backend.mark(f"start of {slot.name}")
+        return slot
 
     def _new_gradient_slot(self, size: int) -> GradientSlot:
         flat = torch.zeros(size, dtype=torch.uint8, device=self.backend.device)

@@ -201,7 +201,7 @@ def _enough(units: Sequence[UnitCost], steps: Steps, kept: int = 0) -> int:
     nothing. All, if the pace is not known, if host or link hold the GPU up, or if a unit saves less than moving it
     takes: a step that was slow for another reason would look as if the GPU had much to do."""
     count, share = len(units), (steps.busiest or math.inf) * steps.micro_batches
-    if share > WAITED_SHARE or any(cost.activations < cost.resident for cost in units):
+    if not units or share > WAITED_SHARE or any(cost.activations < cost.resident for cost in units):
         return count
     # what works beside the backward of the last micro-batch and the forward of units that have moved
     beside = LAYER_SHARE * (3 - kept / count) / 4

@@ -146,6 +146,7 @@ def test_place_fills_from_the_front_and_skips_recompute_only_when_all_are_reside
     assert place(units, 49).kept_activations == (3, 2)
     assert place(units, 49, recompute="always").kept_activations == ()
     assert place(units, -5).resident == ()
+    assert place([], 25, steps=Steps(busiest=0.1)).resident == ()  # all are there already
     assert "2 of 4 units" in place(units, 25).reason
 
 

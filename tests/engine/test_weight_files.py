@@ -318,6 +318,8 @@ def test_a_drive_that_is_waited_for_reads_further_ahead(folder, device, caplog):
 
 
 def test_frozen_layers_wait_in_files_too_and_may_train_later(folder, device):
+    if device.type == "cuda":
+        pytest.skip("what cuBLAS allocates is more than the whole budget, and nothing may train later")
     seen = []
     for where in ({}, {**EVERYTHING, "nvme_path": folder}):
         torch.manual_seed(0)

@@ -5,6 +5,8 @@ import os
 import pytest
 import torch
 
+from slideformer_backend.engine.residency import Residency
+
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -12,6 +14,15 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 @pytest.fixture
 def device():
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def sliding(monkeypatch, device):
+    """On a GPU too nothing moves there by itself: with all its memory every one of these small models would, before its
+    third step, and plain torch's updates on the device round apart from those on the host."""
+    if device.type == "cuda" and os.environ.get("PLACEMENT") != "auto":
+        for name, value in (("budget", 0), ("room", None), ("spare", None)):
+            monkeypatch.setattr(Residency, name, value)
 
 
 @pytest.fixture(autouse=True)

@@ -112,20 +112,19 @@ def step_on_masters(optimizer, *, half_up=False):
 
     A weight that user code wrote since the last step is taken over by its master.
     """
-    plain_step = optimizer.step
-    masters = {}
+    masters, kept = {}, []
 
     def rounded(master, dtype):
         if half_up and dtype == torch.bfloat16:
             return ((master.view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
         return master.to(dtype)
 
-    def step(closure=None):
+    def before(optimizer, args, kwargs):
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
         loss = None
-        if closure is not None:
+        if closure is not None:  # it runs the model
             with torch.enable_grad():
                 loss = closure()
-        kept = []
         for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
             if parameter.dtype == torch.float32 and parameter.device.type == "cpu":
                 continue
@@ -137,16 +136,21 @@ def step_on_masters(optimizer, *, half_up=False):
             parameter.data = master
             parameter.grad = None if gradient is None else gradient.float().cpu()
             kept.append((parameter, shown, gradient))
-        plain_step()
+            state = optimizer.state.get(parameter, {})
+            state.update({name: value.cpu() for name, value in state.items() if isinstance(value, torch.Tensor)})
+        return (optimizer, None if closure is None else lambda: loss), {}
+
+    def after(optimizer, args, kwargs):
         for parameter, shown, gradient in kept:
             parameter.grad = None
             master = masters[parameter] = parameter.data
             parameter.data = shown.copy_(rounded(master, shown.dtype))
             parameter.grad = gradient
-        return loss
+        kept.clear()
 
     if any(p.dtype != torch.float32 or p.device.type != "cpu" for g in optimizer.param_groups for p in g["params"]):
-        optimizer.step = step
+        optimizer.register_step_pre_hook(before)
+        optimizer.register_step_post_hook(after)
 
 
 def clip_by_definition(params, max_norm, norm_type=2.0):
@@ -160,7 +164,7 @@ def clip_by_definition(params, max_norm, norm_type=2.0):
     coefficient = clip_coefficient(norm, max_norm)
     if coefficient != 1 and not np.isinf(max_norm):
         for gradient in gradients:
-            gradient.mul_(torch.tensor(coefficient, device=gradient.device))
+            gradient.mul_(torch.tensor(coefficient))  # on the host: on the device it would be rounded to the dtype
     return torch.tensor(norm, dtype=torch.float32)
 
 

@@ -8,7 +8,7 @@ import torch
 from slideformer_backend.engine.redo_log import RedoLog
 from tests.parity.harness import PRECISIONS, check
 from tests.parity.models import batch, language_loss, llama
-from tests.tolerances import NORM
+from tests.tolerances import ASSOCIATIVITY, NORM
 
 ADAMW = {"lr": 1e-2, "fused": True}
 
@@ -200,8 +200,10 @@ def script_of(clip, accumulate, look):
 @pytest.mark.parametrize("clip", CLIPS, ids=lambda clip: clip.__name__)
 def test_clips(device, precision, clip, accumulate):
     dtype, autocast = PRECISIONS[precision]
+    of_torch = clip in (one_norm, directly, directly_without_foreach, in_two_steps)
+    tolerance = ASSOCIATIVITY if of_torch and device.type == "cuda" else None  # torch sums the norm on the device
     for look in (False, True):
-        check(llama(dtype), script_of(clip, accumulate, look), device, autocast=autocast)
+        check(llama(dtype), script_of(clip, accumulate, look), device, autocast=autocast, tolerance=tolerance)
 
 
 def test_accumulating_on_a_clipped_gradient(device):

@@ -1,5 +1,7 @@
 """How scripts use optimizers: groups, several of them, closures, hooks, schedulers, live hyper-parameters."""
 
+import io
+
 import pytest
 import torch
 from torch import nn
@@ -8,11 +10,39 @@ from slideformer_backend.errors import UnsupportedError
 from slideformer_backend.optim.lion import Lion
 from tests.parity.harness import POLICIES, PRECISIONS, check, run_managed
 from tests.parity.models import HIDDEN, Stack, batch, language_loss, llama, stack, steps
+from tests.tolerances import ASSOCIATIVITY
 
 ADAMW = {"lr": 1e-2, "fused": True}
 
 each_policy = pytest.mark.parametrize("policy", POLICIES)
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+
+
+def test_optimizers_without_a_rule_whose_layers_are_on_the_device(device):
+    """Their states, step counts of those that count there too, go where they step: moved layers, loaded states."""
+    for cls, options in (
+        (torch.optim.AdamW, {"lr": 1e-2, "fused": True, "amsgrad": True}),
+        (torch.optim.Adagrad, {"lr": 1e-2}),
+    ):
+
+        def script(run, cls=cls, options=options):
+            optimizer = run.optimizer(cls, **options)
+            for number in range(5):
+                if number == 1 and run.is_managed:
+                    for unit in list(run.engine.sliding)[:2]:
+                        run.engine.move_to_device(unit)
+                one_step(run, [optimizer], number)
+                if number == 2:
+                    optimizer.load_state_dict(through_a_file(optimizer.state_dict()))
+
+        check(stack(), script, device, tolerance=ASSOCIATIVITY if device.type == "cuda" else None)
+
+
+def through_a_file(value):
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True, map_location="cpu")
 
 
 def decay_groups(model):

@@ -274,6 +274,40 @@ def test_the_choice_of_attention_kernels():
         assert all(torch.equal(one, two) for one, two in zip(expected, gradients(ours), strict=True))
 
 
+def test_the_order_of_attention_kernels_that_torch_decides_on_late():
+    """In its first attention of a process torch puts cuDNN before flash, on GPUs where that is faster."""
+    usual = torch._C._get_sdp_priority_order()
+    wanted = usual[::-1]
+
+    class Torch:  # no recompute looks at classes, as it cannot look into torch
+        has_decided = False
+
+    class Attention(Block):
+        def forward(self, x):
+            if not Torch.has_decided:
+                Torch.has_decided = True
+                torch._C._set_sdp_priority_order(wanted)
+            is_wanted = torch._C._get_sdp_priority_order() == wanted
+            return x + self.outer(torch.tanh(self.inner(x)) if is_wanted else self.inner(x))
+
+    def gradients(model):
+        Torch.has_decided = False
+        torch._C._set_sdp_priority_order(usual)
+        model(inputs()).square().mean().backward()
+        assert torch._C._get_sdp_priority_order() == wanted
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    torch.manual_seed(0)
+    plain = Net(block=Attention)
+    ours = copy.deepcopy(plain)
+    try:
+        expected = gradients(plain)
+        with managed(ours):
+            assert all(torch.equal(one, two) for one, two in zip(expected, gradients(ours), strict=True))
+    finally:
+        torch._C._set_sdp_priority_order(usual)
+
+
 @dataclass
 class Record:
     h: torch.Tensor

@@ -163,6 +163,7 @@ def test_detach_leaves_a_plain_model_that_trains_on(device, policy, precision):
         if run.is_managed:
             run.engine.detach()
             run.model.to(run.device)
+            optimizer.load_state_dict(optimizer.state_dict())  # which brings its states to the parameters
         run.see_weights()
         for parameter in run.model.parameters():
             run.see("type", (type(parameter).__name__, parameter.is_leaf, parameter.grad is None))

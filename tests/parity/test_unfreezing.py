@@ -273,12 +273,12 @@ def test_a_graph_that_needs_a_layer_on_the_device_keeps_it_there(device, monkeyp
         if run.engine is not None:
             for unit in list(run.engine.sliding):
                 run.engine.move_to_device(unit)
-        first, second = (language_loss(run.forward(ids), ids) for ids in (batch(0), batch(1)))
+        first, second = (language_loss(run.forward(ids), ids) for ids in (batch(n, device=run.device) for n in (0, 1)))
         run.backward(first, is_last=False)
         found = unfreeze(run)
         if run.engine is not None:
             with pytest.raises(PlanError, match="no room"):
-                run.forward(batch(2))
+                run.forward(batch(2, device=run.device))
         for parameter in found:
             parameter.requires_grad_(False)
         run.backward(second)
@@ -381,7 +381,7 @@ def test_split_masters_are_joined(device, is_resident, monkeypatch):
             run.engine.move_to_device(run.engine.sliding[1])
         run.engine.settle()
         records = [run.engine.record_of(p) for n, p in run.model.named_parameters() if "blocks.1" in n and p.dim() == 2]
-        before = [run.engine.master_of(record) for record in records]
+        before = [run.engine.master_of(record).cpu() for record in records]
         ties = [half_way(master) for master in before]
         for record, master in zip(records, ties, strict=True):
             with torch.no_grad():
@@ -391,8 +391,8 @@ def test_split_masters_are_joined(device, is_resident, monkeypatch):
         unfreeze(run)
         run.engine.admission.look()
         for record, master in zip(records, ties, strict=True):
-            assert torch.equal(run.engine.master_of(record), master)
-            assert torch.equal(record.parameter.detach(), master.bfloat16())
+            assert torch.equal(run.engine.master_of(record).cpu(), master)
+            assert torch.equal(record.parameter.detach().cpu(), master.bfloat16())
             assert not torch.equal(upper(master), master.bfloat16()), "no tie among them"
         steps(run, optimizer, 1, first=3)
 

@@ -70,6 +70,7 @@ def _trained(
     clip: float | None = None,
     inputs: str = "gpu",
     files: str = "host",
+    grow: int = 0,
 ) -> list[torch.Tensor]:
     device = torch.device("cuda")
     model: Toy = make_toy(kind, 0, width=WIDTH, blocks=BLOCKS)
@@ -85,6 +86,9 @@ def _trained(
     seen: list[torch.Tensor] = []
     with torch.cuda.stream(stream):
         for step in range(STEPS):
+            if step == 1 and grow:
+                torch.cuda._sleep(50 * CYCLES_PER_MS)
+                engine.window.grow(engine.sliding, grow)
             for part in range(accumulate):
                 generator = torch.Generator().manual_seed(step * 10 + part)
                 x = torch.randn(8, WIDTH, generator=generator).to(device, model.inp.weight.dtype)
@@ -172,6 +176,12 @@ def test_a_wait_for_files_left_out_is_seen_by_delay(wait, delayed):
 def test_equal_with_100_ms_on_one_stream(lane):
     """HAZARDS 2; the slot pools are at their smallest."""
     assert _same(_train(), _train(delayed=(lane,), most_ms=100.0, monitor=_quiet_monitor()))
+
+
+def test_equal_when_slots_are_made_while_compute_is_behind():
+    """Their memory is still in use, or being cleared, when the host has gone on to the transfer that fills it."""
+    assert _same(_train(), _train(grow=3, monitor=_quiet_monitor()))
+    assert not _same(_train(), _train(grow=3, monitor=_quiet_monitor(skip="h2d after slot released")))
 
 
 def test_equal_with_slow_compute():

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from slideformer_backend.api import attach
 from slideformer_backend.config import SlideFormerConfig
 from slideformer_backend.engine.unit import Where
+from slideformer_backend.errors import StateError
 from slideformer_backend.storage import HostMemory
 from slideformer_backend.transfer import GradientPool, Monitor, Ticket
 
@@ -314,6 +315,22 @@ def test_window_evicts_the_slot_that_is_needed_last():
     _step(model, optimizer)
     assert sum(len(slots) for slots in window._weight_slots.values()) == count
     engine.detach()
+
+
+@pytest.mark.parametrize("skip", [None, "h2d after slot released"])
+def test_a_slot_that_is_made_later_is_cleared_before_it_is_filled(skip):
+    """By compute, which is behind: on a device the zeros would be written over the weights."""
+    model, optimizer, engine = _managed(Monitor(skip=skip), blocks=6, prefetch=0)
+    window, unit = engine.window, engine.sliding[-1]
+    window.grow(engine.sliding, 6)
+    window.fetch(unit)
+    if skip is None:
+        unit.sent.synchronize()
+        _step(model, optimizer)
+        engine.detach()
+    else:
+        with pytest.raises(StateError, match=r"start of weight slot \d+ \(compute\)"):
+            unit.sent.synchronize()
 
 
 def test_window_gradient_slots_do_not_grow():
