@@ -32,7 +32,7 @@ from .moves import move_to_device
 from .norms import Norms
 from .pace import Pace
 from .redo_log import RedoLog
-from .report import EngineReport, allocated_bytes, make_report
+from .report import EngineReport, make_report
 from .residency import Residency
 from .schedule import Phase, Schedule
 from .spilling import begin_spill, check_nvme, open_boundaries, open_spill, open_tier, refuse_whole
@@ -313,14 +313,14 @@ class Engine:
         """Around the recompute of a visit. In a backward the window stays open until the visit is closed."""
         if self.backward.is_inside():
             self.backward.open(visit)
-            before = allocated_bytes(self.device)
+            before = self.residency.before_recompute()
             self.backend.begin("recompute", visit.unit.name)
             try:
                 with replayed(self, visit):
                     yield
             finally:  # a recompute usually ends by the exception that stops it early
                 self.backend.end("recompute", visit.unit.name)
-                self.residency.observe_recompute(visit.unit, allocated_bytes(self.device) - before)
+                self.residency.observe_recompute(visit.unit, before)
             return
         self.enter(visit.unit, Where.FORWARD, is_wide=visit.is_wide)
         try:

@@ -62,6 +62,8 @@ class Residency:
         self._worked: dict[str, float] = {}
         self._busiest: float | None = None
         self._activations: dict[int, int] = {}
+        self._forward_peak: int | None = None
+        self._recomputed = 0
 
     @property
     def budget(self) -> int:
@@ -99,9 +101,22 @@ class Residency:
                 unit.updates_on_device = True
                 unit.weights = self._memory.allocate(f"weights of {unit.name}", 0, dma=False)
 
-    def observe_recompute(self, unit: Unit, nbytes: int) -> None:
-        """A recompute of ``unit`` left ``nbytes`` of saved activations on the device; each graph that still waits for
-        its backward would hold as much, if it kept them."""
+    def before_recompute(self) -> int:
+        """Device bytes in use. The first step's first recompute also notes what forward and loss held at their peak."""
+        device = self._backend.device
+        if device.type != "cuda":
+            return 0
+        if self._steps == 0 and self._forward_peak is None:
+            self._forward_peak = torch.cuda.max_memory_allocated(device)
+        return torch.cuda.memory_allocated(device)
+
+    def observe_recompute(self, unit: Unit, before: int) -> None:
+        """A recompute of ``unit`` left activations on the device, where ``before`` bytes were in use; each graph that
+        still waits for its backward would hold as much, if it kept them."""
+        device = self._backend.device
+        nbytes = torch.cuda.memory_allocated(device) - before if device.type == "cuda" else 0
+        if self._steps == 0 and not self._recomputed:
+            self._recomputed = nbytes
         waiting = sum(not visit.is_done for visit in unit.visits)
         self._activations[unit.index] = max(nbytes * max(1, waiting), self._activations.get(unit.index, 0))
 
@@ -113,7 +128,16 @@ class Residency:
             self._observe_lanes(now - self._stepped)
         self._step_seconds, self._stepped = min(self._step_seconds, now - self._stepped), now
         if self._backend.device.type == "cuda":
-            self._peak = max(self._peak, torch.cuda.max_memory_allocated(self._backend.device))
+            self._note_peak(torch.cuda.max_memory_allocated(self._backend.device))
+
+    def _note_peak(self, peak: int) -> None:
+        """Note the peak, and what a recompute has to do with it: of a step that forward and loss of the first one stand
+        for, whose recomputes come after theirs, not one that a later step exceeds."""
+        if self._steps == 1 and self._forward_peak is not None:
+            self._recomputed = min(self._recomputed, peak - self._forward_peak)
+        elif peak > self._peak:
+            self._recomputed = 0
+        self._peak = max(self._peak, peak)
 
     def _observe_lanes(self, seconds: float) -> None:
         """Note which share of a step, of so many seconds, the busiest of host and link has worked, if that is what it
@@ -139,7 +163,7 @@ class Residency:
         away: Away = "host" if leaving <= self._host_room() // 2 else "nvme"
         keeps, where = self._config.recompute, self._config.activations
         slots = max(map(self._window.weight_slots, sliding), default=0)
-        steps = Steps(micro_batches, slots, self._busiest)
+        steps = Steps(micro_batches, slots, self._busiest, self._recomputed if micro_batches == 1 else 0)
 
         def placed(leaving: int) -> Placement:
             return place(

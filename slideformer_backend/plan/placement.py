@@ -54,11 +54,13 @@ class UnitCost(NamedTuple):
 class Steps(NamedTuple):
     """How steps use the units. ``micro_batches`` of one step; ``slots``: weight slots that the window has already;
     ``busiest``: the share of a step in which host or link, whichever is busier, works while no unit is on the device
-    and no update has to be repeated; None: not known."""
+    and no update has to be repeated; None: not known. ``recomputed``: device bytes of a recompute by which the peak of
+    a step lies above what it held until its backward reached the first unit."""
 
     micro_batches: int = 1
     slots: int = 0
     busiest: float | None = None
+    recomputed: int = 0
 
 
 class Placement(NamedTuple):
@@ -92,6 +94,9 @@ def place(
     transfers and its share of the host's update away. Where the GPU is what a step waits for, only as many as host and
     link need to keep pace with it; then units from the back keep their activations, each in a weight slot of its own
     from forward to backward, which takes a recompute out of the GPU's work; then more move.
+
+    The first unit that keeps its activations takes what its recompute would have taken at the same moment, the others'
+    come on top.
 
     What is left becomes weight slots: weights that stay in one are not sent again before they change. Once every unit
     is on the device or has a slot, recompute is skipped with what is still left, from the last unit backwards, whose
@@ -130,12 +135,13 @@ class _Filling:
     """Device memory as it is given out: units from the front that move, weight slots added for the others, units from
     the back that skip recompute, and bytes left."""
 
-    def __init__(self, units: Sequence[UnitCost], spare_bytes: int, slots: int) -> None:
+    def __init__(self, units: Sequence[UnitCost], spare_bytes: int, steps: Steps) -> None:
         self.moved = self.slots = self.kept = 0
         self.left = max(0, spare_bytes)
         self._units = units
         self._slot = max((cost.slot for cost in units), default=0)
-        self._own = slots
+        self._own = steps.slots
+        self._recomputed = steps.recomputed
 
     @property
     def lacking(self) -> int:
@@ -165,7 +171,8 @@ class _Filling:
         count = len(self._units)
         for cost in reversed(self._units[count - most : count - self.kept]):
             lacks = self.lacking > 0
-            needed = cost.activations + (self._slot if lacks else 0)
+            counted = 0 if self.kept else min(cost.activations, self._recomputed)  # in the peak already
+            needed = cost.activations - counted + (self._slot if lacks else 0)
             if cost.activations == 0 or needed > self.left:
                 break
             self.left -= needed
@@ -174,7 +181,7 @@ class _Filling:
 
 
 def _fill(units: Sequence[UnitCost], spare_bytes: int, recompute: Literal["auto", "always"], steps: Steps) -> _Filling:
-    filling, count = _Filling(units, spare_bytes, steps.slots), len(units)
+    filling, count = _Filling(units, spare_bytes, steps), len(units)
     repeats, may_keep = steps.micro_batches > 1, recompute != "always"
     if repeats:
         filling.add_slots()

@@ -204,11 +204,12 @@ def make_plan(request: Request) -> Plan:
 
 
 class Activations(NamedTuple):
-    """Bytes of activations by tier."""
+    """Bytes of activations by tier; ``loss``: on the device before the backward of the first unit."""
 
     device: int
     host: int
     nvme: int
+    loss: int = 0
 
 
 def activation_bytes(
@@ -239,7 +240,7 @@ def activation_bytes(
     ]
     held = sum(waiting)
     # beside the loss: what the final norm keeps, and the gradient of its output
-    worst = held + head_bytes(request) + 2 * largest
+    worst = loss = held + head_bytes(request) + 2 * largest
     done = 0
     for number in reversed(range(len(activity))):
         unit = activity[number]
@@ -250,7 +251,8 @@ def activation_bytes(
         # gradients of the micro-batch before stay
         worst = max(worst, sum(waiting) + head_bytes(request) + 2 * largest + done)
     # elsewhere than on the device, boundaries pass through it, one used, one arriving
-    return Activations(max(worst, done) + (2 * largest if on_host else 0), on_host, on_nvme)
+    passing = 2 * largest if on_host else 0
+    return Activations(max(worst, done) + passing, on_host, on_nvme, loss + passing)
 
 
 def head_bytes(request: Request) -> int:
@@ -304,7 +306,9 @@ def _with_device_choices(request: Request) -> Terms:
 def _with_residents(request: Request, terms: Terms) -> tuple[Terms, Placement]:
     """Units that move to the device after the first steps, as the engine does it."""
     ledger = ledger_of(request.parts, terms)
-    peak = ledger.device + activation_bytes(request).device
+    activations, accumulate = activation_bytes(request), request.load.accumulate if request.load else 1
+    peak = ledger.device + activations.device
+    recomputed = activations.device - activations.loss if accumulate == 1 else 0
     costs = _costs(request)
     leaving = sum(unit.boundary for unit in request.activity[: -KEPT_INPUTS - 1])
     if request.choices.activations != "auto" or leaving > (request.host_budget - ledger.host) // 2:
@@ -314,7 +318,7 @@ def _with_residents(request: Request, terms: Terms) -> tuple[Terms, Placement]:
         spare_device_bytes(request.gpu_budget, peak),
         recompute=request.choices.recompute,
         boundaries=leaving,
-        steps=Steps(request.load.accumulate if request.load else 1, terms.prefetch + 2, _busiest(request, terms)),
+        steps=Steps(accumulate, terms.prefetch + 2, _busiest(request, terms), recomputed),
     )
     moved = frozenset(placed.resident)
     # the host memory of a unit that moved is worth one gradient buffer more in flight

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 
 from slideformer_backend.api import attach
 from slideformer_backend.config import SlideFormerConfig
+from slideformer_backend.engine.residency import Residency
 from slideformer_backend.plan.placement import Steps, UnitCost, place
 from tests.budgets import tight
 
@@ -40,6 +42,8 @@ class Net(nn.Module):
             hidden = layer(hidden)
         return self.head(hidden)
 
+
+LANES = ("update", "h2d", "back", "d2h", "out")
 
 OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
@@ -189,8 +193,8 @@ def test_where_the_gpu_is_waited_for_activations_come_before_units_that_need_not
     units = [UnitCost(number, 10, 16, 2) for number in range(20)]
     steps = Steps(slots=4)
 
-    def placed(spare, busiest, **more):
-        return place(units, spare, steps=steps._replace(busiest=busiest), **more)[:4]
+    def placed(spare, busiest, recomputed=0, **more):
+        return place(units, spare, steps=steps._replace(busiest=busiest, recomputed=recomputed), **more)[:4]
 
     assert placed(90, None) == ((*range(9),), (), "gpu", 0)
     assert placed(90, 0.75) == ((*range(5),), (19, 18), "gpu", 4)  # a slot for each that keeps, two from what is left
@@ -204,9 +208,39 @@ def test_where_the_gpu_is_waited_for_activations_come_before_units_that_need_not
     small = [cost._replace(activations=9) for cost in units]
     assert place(small, 90, steps=steps._replace(busiest=0.2)) == place(small, 90, steps=steps)
     assert placed(90, 0.2, recompute="always") == placed(90, None, recompute="always")
+    # the first one's are in the peak already, as far as its recompute was
+    assert placed(90, 0.65, recomputed=16) == ((*range(3),), (19, 18, 17, 16), "gpu", 6)
+    assert placed(90, 0.65, recomputed=8) == ((*range(4),), (19, 18, 17), "gpu", 5)
+    assert placed(90, 0.65, recomputed=99) == placed(90, 0.65, recomputed=16)
     # inputs leave for an activation, where they do not for a third unit that need not move
     assert placed(37, 0.2, boundaries=1) == ((0, 1), (19,), "host", 1)
     assert placed(37, 0.7, boundaries=1) == placed(37, None, boundaries=1) == ((0, 1, 2), (), "gpu", 3)
+
+
+def test_what_a_recompute_adds_to_the_peak(monkeypatch):
+    """As the allocator's peak says it, which only grows: 100 bytes until the loss, 30 of a recompute, and more."""
+
+    def recomputed(*peaks, loss=100):
+        backend = SimpleNamespace(device=torch.device("cuda"), busy=lambda: dict.fromkeys(LANES, 0.0))
+        policy = SimpleNamespace(spill=SimpleNamespace(tier=None), is_clipping=False)
+        residency = Residency(SlideFormerConfig(), backend, None, policy, None)
+        now = {"memory_allocated": 80, "max_memory_allocated": loss}
+        for name in now:
+            monkeypatch.setattr(torch.cuda, name, lambda device, name=name: now[name])
+        for peak in peaks:
+            for unit in (SimpleNamespace(index=number, visits=()) for number in (1, 0)):
+                before = residency.before_recompute()
+                now.update(memory_allocated=before + 30, max_memory_allocated=peak)
+                residency.observe_recompute(unit, before)
+                now["memory_allocated"] = before
+            residency.after_step()
+        assert residency._activations == {0: 30, 1: 30}
+        return residency._recomputed
+
+    assert recomputed(140, 140) == 30
+    assert recomputed(120, 120) == 20
+    assert recomputed(100, 100) == 0  # the loss holds more than any backward
+    assert recomputed(140, 150) == 0  # what forward and loss of that step held is not known
 
 
 def test_updates_have_one_micro_batch_to_hide_behind():
