@@ -1,15 +1,15 @@
 """The backward of units: open before the first gradient kernel, close after the last, send the gradient away.
 
 Order of one unit, as in FSDP2: gradient hook on its output (open: weights and gradient slot), recompute, weight
-gradients (post-accumulate hooks), identity on its inputs (close). The engine of autograd runs ready nodes in reverse
-order of creation and gradient accumulation at once, so everything of the unit has run when the identity does.
+gradients (post-accumulate hooks), identity on its first input (close). Autograd runs ready nodes in reverse order of
+creation and gradient accumulation at once, so everything of the unit has run when the identity does.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -135,8 +135,8 @@ class Backward:
                 remedy="call backward before step, or run the forward again",
             )
         visit.is_open = True
+        visit.begin()
         if isinstance(visit, Second):
-            visit.begin()
             for kept in visit.kept:
                 self.open(kept)
         self._open.append(visit)
@@ -151,18 +151,26 @@ class Backward:
                 self._send_pending(unit)
         self.backend.begin("backward", unit.name)
 
-    def reach(self, visit: Visit, gradient: torch.Tensor) -> torch.Tensor | None:
+    def reach(self, visit: Visit, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """The gradient of an output of the visit has arrived: open it. May return what takes the gradient's place."""
+        if not isinstance(visit, Second):
+            # All that was made later has run. Visits that the pass does not leave by their node end here.
+            for later in [later for later in self._open if later.number > visit.number and not later.awaited]:
+                if not isinstance(later, Second):
+                    self.close(later)
         self.open(visit)
         second = self._second(visit.unit)
-        return None if second is None or not gradient.requires_grad else second.exit_by(gradient, self.leave)
+        if second is None or gradient is None or not gradient.requires_grad:
+            return None
+        return second.enter_by(gradient, self.leave)
 
-    def leave(self, visit: Visit, gradients: Iterable[torch.Tensor | None]) -> None:
-        """The gradients of the visit's inputs are complete: close it."""
-        second = self._second(visit.unit) if visit.is_open else None
-        for gradient in gradients if second is not None else ():
-            self._enter_by(second, gradient)
-        self.close(visit)
+    def leave(self, visit: Visit, gradient: torch.Tensor | None) -> None:
+        """The gradient at a node of the visit is complete: with the last one, close it."""
+        if not visit.is_open:
+            return
+        self._enter_by(self._second(visit.unit), gradient)
+        if visit.left():
+            self.close(visit)
 
     def arriving(self, record: ParamRecord, gradient: torch.Tensor) -> None:
         """Tensor hook of a sliding parameter, the first one."""

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import types
 import weakref
 from collections.abc import Callable
-from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,10 +16,11 @@ from torch.utils.checkpoint import checkpoint
 from ..errors import StateError
 from .arguments import Arguments
 from .guard import tensors_in
+from .inputs import Inputs
 from .reach import Viewer
 from .recompute import Runner, autocast_cache_off, hf_checkpointing_off, unit_context
 from .unit import Unit, Where
-from .visit import Leave, OpenHook, PostBackward, Visit
+from .visit import OpenHook, Visit
 from .writes import noted, replayed
 
 if TYPE_CHECKING:
@@ -106,10 +105,14 @@ class UnitForward:
         forward, backend, name = self._original(module), engine.backend, self._unit.name
         visit = Visit(self._unit, is_wide=False, holds_slot=False)
         is_traced = backend.recorder is not None
-        inputs = None
+
+        def ended(visit: Visit, gradient: torch.Tensor | None) -> None:
+            if visit.left():
+                backend.end("backward", name)
+
+        inputs = Inputs(engine.taken, args, kwargs, *((visit, ended) if is_traced else ()))
+        args, kwargs = inputs.args, inputs.kwargs
         if is_traced:
-            inputs = _Inputs(lambda _: backend.end("backward", name), args, kwargs)
-            args, kwargs = inputs.args, inputs.kwargs
             backend.begin("forward", name)
         if engine.recomputes(self._unit):
             run = Runner(name, forward, module, args, kwargs, self._viewer.look(module), autocast_cache=True)
@@ -123,20 +126,25 @@ class UnitForward:
                 **run.kwargs,
             )
         else:
-            arguments = Arguments(name, module, args, kwargs) if is_traced else None
+            arguments = Arguments(name, module, args, kwargs) if inputs.are_aliases else None
             with hf_checkpointing_off(module):
                 output = forward(*args, **kwargs)
             if arguments is not None:
-                arguments.check_forward(output)  # the identity's outputs changed, and their caller's tensors did not
+                arguments.check_forward(output)  # the aliases changed, and their caller's tensors did not
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
                     tensor.register_hook(_Reached(visit))
-        output = output if inputs is None else inputs.hand_back(output)
+        output = inputs.hand_back(output)
         if is_traced:
             backend.end("forward", name)
+
+            def begun(_: torch.Tensor) -> None:
+                visit.begin()
+                backend.begin("backward", name)
+
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(lambda _: backend.begin("backward", name))
+                    tensor.register_hook(begun)
         return output
 
     def _with_graph(self, engine: Engine, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -146,15 +154,16 @@ class UnitForward:
             return self._resident(engine, module, args, kwargs)
         visit = Visit(unit, is_wide=engine.is_wide(unit), holds_slot=not engine.recomputes(unit))
         backward = engine.backward
-        inputs = _Inputs(functools.partial(backward.leave, visit), args, kwargs)
+        inputs = Inputs(engine.taken, args, kwargs, visit, backward.leave)
         args, kwargs = inputs.args, inputs.kwargs
         if visit.holds_slot:
             arguments = Arguments(unit.name, module, args, kwargs)
             with engine.window_open(visit), unit_context(module):
                 output = self._original(module)(*args, **kwargs)
-            arguments.check_forward(output)  # the identity's outputs changed, and their caller's tensors did not
+            arguments.check_forward(output)  # the aliases changed, and their caller's tensors did not
         else:
             run = Runner(unit.name, self._original(module), module, args, kwargs, self._viewer.look(module))
+            run.first = inputs.first if engine.boundaries.is_on else None
             with autocast_cache_off():
                 output = checkpoint(
                     run,
@@ -165,7 +174,7 @@ class UnitForward:
                 )
         output = inputs.hand_back(output)
         for tensor in tensors_in(output):
-            if tensor.requires_grad:
+            if tensor.requires_grad and id(tensor) not in inputs.given:  # its gradient is complete much later
                 tensor.register_hook(OpenHook(backward.reach, visit))
         return output
 
@@ -200,65 +209,3 @@ class _Repeated(contextlib.AbstractContextManager[None]):
 
     def __exit__(self, *exception: Any) -> bool | None:
         return self._entered.pop().__exit__(*exception)
-
-
-class _Inputs:
-    """Arguments of a unit with the post-backward identity on every tensor that requires a gradient.
-
-    Lists and dicts with such tensors are replaced by copies; what the forward writes into those reaches the caller's.
-    """
-
-    def __init__(self, leave: Leave, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.args, self.kwargs = args, kwargs
-        self._copies: list[tuple[Any, Any, list[Any]]] = []
-        """Of each replaced container: itself, its copy, what was in that."""
-        self._originals: dict[int, Any] = {}
-        inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
-        if not inputs:
-            return
-        passed = PostBackward.apply(leave, *inputs)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        self._passed = {id(tensor): new for tensor, new in zip(inputs, passed, strict=True)}
-        self.args, self.kwargs = self._replace(args), {name: self._replace(value) for name, value in kwargs.items()}
-        if self._copies:
-            self._originals |= {id(new): tensor for tensor, new in zip(inputs, passed, strict=True)}
-
-    def hand_back(self, output: Any) -> Any:
-        """After the forward: the caller's containers hold what it wrote. Returns the output, which may be one."""
-        for original, copied, given in self._copies:
-            now = _values(copied)
-            if len(now) == len(given) and all(map(is_, now, given)):
-                continue
-            # of an output every tensor comes from the unit; elsewhere the caller's stay what they were
-            own = {} if output is copied else self._originals
-            if isinstance(copied, dict):
-                entries: Any = {key: own.get(id(value), value) for key, value in copied.items()}
-                original.clear()
-                original.update(entries)
-            else:
-                original[:] = [own.get(id(value), value) for value in copied]
-            output = original if output is copied else output
-        return output
-
-    def _replace(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return self._passed.get(id(value), value)
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*(self._replace(item) for item in value))
-        if type(value) is tuple:
-            return tuple(self._replace(item) for item in value)
-        if type(value) is list:
-            return self._copied(value, [self._replace(item) for item in value])
-        if type(value) is dict:
-            return self._copied(value, {key: self._replace(item) for key, item in value.items()})
-        return value
-
-    def _copied(self, value: Any, copied: Any) -> Any:
-        if all(map(is_, _values(copied), _values(value))):
-            return value
-        self._copies.append((value, copied, _values(copied)))
-        self._originals[id(copied)] = value
-        return copied
-
-
-def _values(container: Any) -> list[Any]:
-    return [*container, *container.values()] if isinstance(container, dict) else list(container)

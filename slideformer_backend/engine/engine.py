@@ -28,6 +28,7 @@ from .feed import Feed
 from .hooks import Removable
 from .identity import ByIdentity
 from .immediate import Immediate
+from .inputs import Taken
 from .moves import move_to_device
 from .norms import Norms
 from .pace import Pace
@@ -105,6 +106,7 @@ class Engine:
         self.backward = Backward(self.backend, self.window, self.policy, self.edges, fetch, expects)
         self.stepper = Stepper(config, self.backend, self.policy, self.edges)
         self.schedule = Schedule(self.sliding)
+        self.taken = Taken()
         self.is_detached = False
         self._bindings: list[Binding] = []
         self._bind_hooks: list[Callable[[Engine, Binding], None]] = []

@@ -26,21 +26,6 @@ def caches_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     return [value for value in (*args, *kwargs.values()) if type(value) not in _PLAIN and is_cache(value)]
 
 
-def generators_in(value: Any) -> Iterator[Any]:
-    """Random generators in (nested) tuples, lists and dicts."""
-    kind = type(value)
-    if kind in _PLAIN:
-        return
-    if isinstance(value, GENERATORS):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from generators_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from generators_in(item)
-
-
 def fresh(value: Any, memo: dict[int, Any]) -> Any:
     """``value``, with copies of the lists, dicts and objects in it that a forward may write to.
 

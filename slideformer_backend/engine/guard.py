@@ -236,14 +236,20 @@ def _property_access(func: Callable[..., Any], args: Sequence[Any]) -> Callable[
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Tensors in (nested) tuples, lists and dicts (model outputs are dicts)."""
-    if isinstance(value, torch.Tensor):
+    return found_in(value, torch.Tensor)
+
+
+def found_in(value: Any, kinds: type | tuple[type, ...], seen: dict[int, Any] | None = None) -> Iterator[Any]:
+    """Objects of some classes in (nested) tuples, lists and dicts, each of which is looked at once."""
+    if isinstance(value, kinds):
         yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple, dict)):
+        seen = {} if seen is None else seen
+        if id(value) in seen:
+            return
+        seen[id(value)] = value  # kept: what only an iteration has made would lend its id to another
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from found_in(item, kinds, seen)
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]  # compiled, it would come here again instead of to the storage

@@ -14,8 +14,9 @@ from ..errors import UnsupportedError
 from .arguments import Arguments
 from .boundaries import Boundaries
 from .effects import Effects
-from .given import caches_in, fresh, generators_in, states_in
-from .reach import Picture
+from .given import caches_in, fresh, states_in
+from .guard import found_in
+from .reach import GENERATORS, Picture
 from .shelf import Boundary
 from .visit import PostBackward, Visit
 
@@ -84,7 +85,7 @@ class Runner:
         self._name = name
         self._versions = [(state, state._version) for cache in caches_in(args, kwargs) for state in states_in(cache)]
         self._arguments = Arguments(name, module, args, kwargs)
-        self._effects = Effects(picture, generators_in((args, kwargs)))
+        self._effects = Effects(picture, found_in((args, kwargs), GENERATORS))
         self._variables = contextvars.copy_context()
         memo: dict[int, Any] = {}
         # the forward's own containers end up with its results, whose graph would hold us and we them
@@ -98,6 +99,8 @@ class Runner:
         self._is_first = True
         self.visit: Visit | None = None
         """Lives as long as the graph."""
+        self.first: object = None
+        """Keeps the alias of a boundary that has left, while the boundary is here for others."""
 
     def slide(self, boundaries: Boundaries) -> tuple[Any, ...]:
         """Positional arguments for the checkpoint; ``kwargs`` go with them.
@@ -155,8 +158,7 @@ class Runner:
         tensor = boundaries.get(value)
         if not value.requires_grad:
             return tensor
-        passed = PostBackward.apply(_nothing, tensor.requires_grad_())  # type: ignore[no-untyped-call]  # no leaf
-        return passed[0]
+        return PostBackward.apply(_nothing, tensor.requires_grad_())  # type: ignore[no-untyped-call]  # no leaf
 
 
 def _nothing(_: object) -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from .unit import Before, Unit
 
-Reach = Callable[["Visit", torch.Tensor], torch.Tensor | None]
-Leave = Callable[[Iterable[torch.Tensor | None]], None]
+Reach = Callable[["Visit", torch.Tensor | None], torch.Tensor | None]
+Leave = Callable[["Visit", torch.Tensor | None], None]
+
+
+_numbers = itertools.count()
 
 
 class Visit:
@@ -19,7 +25,12 @@ class Visit:
     ``holds_slot``: it is not recomputed, and its graph has saved views of the weight slot it ran with.
     """
 
-    __slots__ = ("__weakref__", "before", "holds_slot", "is_done", "is_open", "is_wide", "steps", "unit")
+    # fmt: off
+    __slots__ = (
+        "__weakref__", "_nodes", "awaited", "before", "holds_slot", "is_done", "is_open", "is_wide", "number", "steps",
+        "unit",
+    )
+    # fmt: on
 
     def __init__(self, unit: Unit, *, is_wide: bool, holds_slot: bool) -> None:
         self.unit = unit
@@ -30,7 +41,27 @@ class Visit:
         self.is_done = False
         self.before: dict[int, Before] = {}
         """Of parameters that a forward wrote, by ``id`` of their records."""
+        self._nodes: list[weakref.ref[Any]] = []
+        self.awaited = 0
+        """By how many of its nodes the running pass has yet to leave."""
+        self.number = next(_numbers)
         unit.visits.add(self)
+
+    def enter_by(self, tensor: torch.Tensor, leave: Leave) -> torch.Tensor:
+        """An alias of an input behind a node that calls ``leave`` with the visit and the gradient, once complete."""
+        alias: torch.Tensor = PostBackward.apply(functools.partial(leave, self), tensor)  # type: ignore[no-untyped-call]
+        self._nodes.append(weakref.ref(alias.grad_fn))
+        return alias
+
+    def begin(self) -> None:
+        """The running pass has reached the visit."""
+        nodes = [node for reference in self._nodes if (node := reference()) is not None]
+        self.awaited = sum(map(torch._C._will_engine_execute_node, nodes))
+
+    def left(self) -> bool:
+        """The pass leaves by a node. Whether it is the last one of those that the pass comes to."""
+        self.awaited -= 1
+        return self.awaited == 0
 
 
 class Second(Visit):
@@ -44,7 +75,7 @@ class Second(Visit):
         of: visits of which it is the backward.
     """
 
-    __slots__ = ("_exits", "_left", "kept")
+    __slots__ = ("kept",)
 
     def __init__(self, unit: Unit, of: Sequence[Visit]) -> None:
         super().__init__(unit, is_wide=any(visit.is_wide for visit in of), holds_slot=True)
@@ -53,22 +84,6 @@ class Second(Visit):
         gradients for activations inside only, which no hook announces."""
         for visit in of:
             self.kept += visit.kept if isinstance(visit, Second) else [visit] if visit.holds_slot else []
-        self._exits = self._left = 0
-
-    def begin(self) -> None:
-        """A pass has entered."""
-        self._left = 0
-
-    def exit_by(self, gradient: torch.Tensor, leave: Callable[[Visit, Iterable[torch.Tensor | None]], None]) -> Any:
-        """The gradient of an output, to be gone on with; the pass that comes back through the last such one leaves."""
-        self._exits += 1
-
-        def left(gradients: Iterable[torch.Tensor | None]) -> None:
-            self._left += 1
-            if self._left == self._exits:
-                leave(self, gradients)
-
-        return PostBackward.apply(left, gradient)[0]  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
 class OpenHook:
@@ -78,21 +93,22 @@ class OpenHook:
         self._reach = reach
         self._visit = visit
 
-    def __call__(self, gradient: torch.Tensor) -> torch.Tensor | None:
+    def __call__(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
         return self._reach(self._visit, gradient)
 
 
 class PostBackward(torch.autograd.Function):
-    """Identity on a unit's inputs whose backward closes the visit."""
+    """Identity on an input of a unit, whose backward tells that all of the unit's has been."""
 
     @staticmethod
-    def forward(ctx: Any, leave: Leave, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, leave: Callable[[torch.Tensor | None], None], tensor: torch.Tensor) -> torch.Tensor:
         ctx.leave = leave
-        # as aliases: inputs returned as they are would be views that autograd lets nobody change in place, with a
+        ctx.set_materialize_grads(False)
+        # as an alias: an input returned as it is would be a view that autograd lets nobody change in place, with a
         # message about this class. What a change breaks is said by ``Arguments``, which sees the shared version.
-        return tuple(tensor.detach() for tensor in inputs)
+        return tensor.detach()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        ctx.leave(gradients)
-        return (None, *gradients)
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[None, torch.Tensor | None]:
+        ctx.leave(gradient)
+        return None, gradient

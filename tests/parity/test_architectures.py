@@ -132,5 +132,4 @@ def test_architectures(device, policy, precision, name):
             optimizer.zero_grad()
             run.see_weights()
 
-    separate = name in ("t5", "bart")  # the encoder's output feeds every decoder layer
-    check(lambda: MODELS[name](dtype), script, device, policy=policy, autocast=autocast, separate=separate)
+    check(lambda: MODELS[name](dtype), script, device, policy=policy, autocast=autocast)
