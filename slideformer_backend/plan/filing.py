@@ -9,7 +9,6 @@ from .depth import rooms_for
 from .ledger import (
     LEAST_FRAMES,
     LEAST_SPARES,
-    STAGED_UNITS,
     Terms,
     filed_parts,
     ledger_of,
@@ -52,10 +51,8 @@ def with_host_choices(request: Request, terms: Terms, activations: Activations) 
         if ledger_of(parts, decided).host <= budget and (spill is None or spill.fits):
             return decided, spill
     if choices.weights == "auto" and request.machine.nvme_free > 0:
-        for staged in range(STAGED_UNITS, 0, -1):
-            decided = _with_weights(request, replace(decided, staged=staged), budget, nvme)
-            if ledger_of(parts, decided).host <= budget:
-                break
+        # one unit's states at a time, for the fewest weights to go; with_depth adds what there is room for
+        decided = _with_weights(request, replace(decided, staged=1), budget, nvme)
     return decided, spill and _counted(request, decided, spill, budget, nvme)
 
 

@@ -51,6 +51,10 @@ def test_weights_go_when_states_are_not_enough_and_as_few_as_must(request_for, m
     assert 0 < len(plan.terms.filed) < len(less.terms.filed) <= 32
     assert plan.host <= 33 * GIB
     assert planned(33, weights="host").shortages
+    more = [planned(host) for host in (26, 29, 32, 35, 38)]
+    assert not any(plan.shortages for plan in more)
+    counts = [len(plan.terms.filed) for plan in more]
+    assert counts == sorted(counts, reverse=True), "more memory, fewer weights in files"
     assert plan.time.resources["nvme"] > planned(60).time.resources["nvme"], "weights are read, and that takes time"
     assert f"the weights of {len(plan.terms.filed)} units" in paragraph(plan)
 
