@@ -16,7 +16,7 @@ from ..errors import StorageError
 from .block_tier import BLOCK, REQUEST, BlockTier, FileRegion
 from .checksum import block_sums
 from .spill import SpillDirectory
-from .system import System, undone, uninterrupted
+from .system import System, file_size_limit, undone, uninterrupted
 from .tier import Region
 
 logger = logging.getLogger(__name__)
@@ -166,13 +166,18 @@ class PosixTier(BlockTier):
     def _move(self, call: Callable[..., int], what: str, region: FileRegion, start: int, buffer: memoryview) -> None:
         """Call until the whole buffer is moved. A short count is continued, from an aligned place."""
         fd, done, stalls = getattr(region, "fd", -1), 0, 0
+        end = start + len(buffer)
         while done < len(buffer):
             try:
                 count = uninterrupted(call, fd, buffer[done:], start + done)
             except OSError as error:
-                raise _failed(what, region.path, start + done, error, self._less) from error
+                is_cut = error.errno == errno.EINVAL and _is_cut(what, end)
+                told = _too_large() if is_cut else error
+                raise _failed(what, region.path, start + done, told, self._less) from error
             count -= count % (self.alignment or 1)
             stalls = 0 if count else stalls + 1
+            if stalls == STALLS and _is_cut(what, end):
+                raise _failed(what, region.path, start + done, _too_large(), self._less)
             if stalls == STALLS:
                 raise StorageError(
                     f"{what} {len(buffer) - done} more bytes at",
@@ -233,11 +238,13 @@ def reserve(system: System, fd: int, path: str, nbytes: int, less: str = "") -> 
     """Let the file have its blocks now, so that a full disk is found before the first step. ``less``: see the tier.
 
     Raises:
-        StorageError: there is no room.
+        StorageError: there is no room, or files of this process may not be that large.
     """
     if nbytes == 0:
         return
     try:
+        if nbytes > file_size_limit():  # not every file system asks before it is written to
+            raise _too_large()
         uninterrupted(system.allocate, fd, nbytes)
         return
     except OSError as error:
@@ -252,6 +259,16 @@ def reserve(system: System, fd: int, path: str, nbytes: int, less: str = "") -> 
         raise _failed(f"Reserving {nbytes} bytes for", path, None, full, less)
 
 
+def _is_cut(what: str, end: int) -> bool:
+    """Whether the limit on file sizes cuts a write that ends at byte ``end``. Where that leaves a length that is not
+    aligned, the system calls it invalid, or writes the same unaligned rest again and again."""
+    return what == "Writing" and end > file_size_limit()
+
+
+def _too_large() -> OSError:
+    return OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+
+
 def aligned_buffer(nbytes: int, alignment: int) -> memoryview:
     """Writable memory of ``nbytes`` at an address that is a multiple of ``alignment``."""
     base = memoryview(mmap.mmap(-1, nbytes + alignment))
@@ -263,6 +280,7 @@ def aligned_buffer(nbytes: int, alignment: int) -> memoryview:
 _REMEDIES = {
     errno.ENOSPC: "free space there",
     errno.EDQUOT: "raise the quota there",
+    errno.EFBIG: "raise the limit on file sizes (ulimit -f)",
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
     errno.ENFILE: "raise the system's limit on open files (sysctl fs.file-max)",
     errno.EROFS: "mount the file system for writing, or change nvme_path",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import resource
+import sys
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -72,6 +74,12 @@ class System:
         except BlockingIOError:
             return False
         return True
+
+
+def file_size_limit() -> int:
+    """Bytes that a file of this process may have at most (``RLIMIT_FSIZE``)."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    return sys.maxsize if limit == resource.RLIM_INFINITY else limit
 
 
 def uninterrupted(call: Callable[..., T], *arguments: object) -> T:

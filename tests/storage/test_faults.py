@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import resource
+import tempfile
 from random import Random
 
 import pytest
@@ -134,6 +136,41 @@ def test_no_progress_ends_with_an_error(folder):
         tier.free(region)
         tier.close()
         directory.close()
+
+
+def _fill(tier, region):
+    tier.write(region, 0, _random(NBYTES, 1)).synchronize()
+
+
+@pytest.fixture(params=["disk", "tmpfs"])
+def any_folder(request, folder):
+    if request.param == "disk":
+        yield folder
+        return
+    if not os.access("/dev/shm", os.W_OK):
+        pytest.skip("no tmpfs")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+        yield memory
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+@pytest.mark.parametrize("limit", [REQUEST, REQUEST + 1000])
+def test_a_limit_on_file_sizes_is_called_that(any_folder, limit, is_early):
+    """Also where it is not aligned: the system then cuts a direct write to a length that it does not take."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    directory = SpillDirectory(any_folder)
+    tier = PosixTier(directory, 1, block=BLOCK, request=REQUEST)
+    region = None if is_early else tier.allocate("unit-0", NBYTES)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        with pytest.raises(StorageError, match=r"Remedy: .*ulimit -f") as caught:
+            _fill(tier, region or tier.allocate("unit-0", NBYTES))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        tier.close()
+        directory.close()
+    assert caught.value.errno == errno.EFBIG
+    assert ("Reserving" in str(caught.value)) == is_early
 
 
 def test_a_block_whose_write_failed_is_never_read(folder):
