@@ -12,6 +12,7 @@ from rich.text import Text
 from ..plan.lsp_plan import LspPlan, lsp_changes
 from ..plan.planner import Plan
 from ..plan.remedies import Change, gib, is_built, smallest_changes
+from ..plan.words import nothing_left
 
 WIDTH = 40
 """Columns of a bar."""
@@ -112,7 +113,7 @@ def show(plan: Plan | LspPlan, name: str, console: Console | None = None) -> Non
         console.print("No step time: the machine's rates are not known.", soft_wrap=True)
     if not request.machine.has_gpu:
         console.print("There is no GPU here: name one to plan for with --gpu-memory.", soft_wrap=True)
-    for line in _notes(plan):
+    for line in [*_notes(plan), *nothing_left(request)]:
         console.print(line, soft_wrap=True)
     style = {"fits": "bold green", "tight": "bold yellow", "does not fit": "bold red"}[plan.verdict]
     console.print(Text(_verdict(plan), style=style), soft_wrap=True)

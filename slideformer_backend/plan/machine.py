@@ -43,7 +43,8 @@ class Machine:
     Attributes:
         name: words for it.
         gpu_total, gpu_free: device memory, and what of it this process may have; 0 without a GPU.
-        host: host memory.
+        host: host memory. Of a small described machine as of a small described GPU, more is kept back than there is:
+            what may be had is negative then.
         threads: cores that this process may use.
         nvme_free: free space for spill files; 0 without an NVMe folder.
         rates: by the names of ``RATE_UNITS``; what is not known is missing.
@@ -63,6 +64,16 @@ class Machine:
     def has_gpu(self) -> bool:
         """Whether there is device memory to plan for."""
         return self.gpu_total > 0
+
+    @property
+    def gpu_kept(self) -> int:
+        """Device memory that others have, or that a context takes; of a larger GPU too."""
+        return max(self.gpu_total - self.gpu_free, CONTEXT_BYTES)
+
+    @property
+    def host_kept(self) -> int:
+        """Host memory that others have, or that the system keeps; of a larger machine too."""
+        return max(self.host.total - self.host.available, SYSTEM_BYTES)
 
     def with_rates(self, rates: Mapping[str, float], source: Source) -> Machine:
         """The same machine with these rates added; rates that it has already stay."""
@@ -110,10 +121,10 @@ def describe_machine(
     machine = base
     if gpu is not None:
         dropped |= {"gemm", "gpu_memory", "h2d", "d2h"}
-        machine = replace(machine, name="described", gpu_total=gpu, gpu_free=max(0, gpu - CONTEXT_BYTES))
+        machine = replace(machine, name="described", gpu_total=gpu, gpu_free=gpu - CONTEXT_BYTES)
     if host is not None:
         dropped |= {"host"}
-        memory = HostBudget(host, max(0, host - SYSTEM_BYTES), 0, "the description")
+        memory = HostBudget(host, host - SYSTEM_BYTES, 0, "the description")
         machine = replace(machine, name="described", host=memory)
     if nvme is not None:
         dropped |= {"nvme_read", "nvme_write"}

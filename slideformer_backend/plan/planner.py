@@ -121,12 +121,13 @@ class Request:
     @property
     def gpu_budget(self) -> int:
         """Device bytes that the plan may use."""
-        return min(self.machine.gpu_free, self.choices.gpu_memory or self.machine.gpu_free)
+        free = max(0, self.machine.gpu_free)
+        return min(free, self.choices.gpu_memory or free)
 
     @property
     def host_budget(self) -> int:
         """Host bytes that the plan may use beside the process's base."""
-        available = self.machine.host.available - self.host_base
+        available = max(0, self.machine.host.available - self.host_base)
         return min(available, self.choices.host_memory or available)
 
 

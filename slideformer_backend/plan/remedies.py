@@ -244,11 +244,13 @@ def _hardware(plan: Plan) -> Change | None:
     choices = replace(request.choices, gpu_memory=None, host_memory=None)
     short = replace(plan, request=replace(request, choices=choices)).shortages
     if "gpu" in short:
-        words.append(f"{_room(machine.gpu_total + short['gpu'])} of GPU memory")
-        machine = replace(machine, gpu_free=machine.gpu_free + short["gpu"])
+        words.append(f"{_room(plan.device + machine.gpu_kept)} of GPU memory")
+        machine = replace(machine, gpu_total=plan.device + machine.gpu_kept, gpu_free=plan.device)
     if "host" in short:
-        words.append(f"{_room(machine.host.total + short['host'])} of host memory")
-        machine = replace(machine, host=machine.host._replace(available=machine.host.available + short["host"]))
+        available = plan.host + request.host_base
+        words.append(f"{_room(available + machine.host_kept)} of host memory")
+        host = machine.host._replace(total=available + machine.host_kept, available=available)
+        machine = replace(machine, host=host)
     if "nvme" in short:
         machine = replace(machine, nvme_free=machine.nvme_free + short["nvme"])
         words.append(f"{_room(machine.nvme_free)} of NVMe")

@@ -6,7 +6,7 @@ from ..errors import PlanError
 from .activations import STAGED_INPUTS
 from .ledger import Ledger
 from .outcome import Outcome
-from .planner import Plan
+from .planner import Plan, Request
 from .remedies import gib, smallest_changes
 
 
@@ -82,6 +82,21 @@ def shortage(plan: Outcome) -> str:
     return "; ".join(
         f"{names[tier]} memory: {gib(needs[tier])} needed, {gib(budgets[tier])} there" for tier in plan.shortages
     )
+
+
+def nothing_left(request: Request) -> list[str]:
+    """Of tiers whose memory is gone before a plan begins: who has it."""
+    machine, base, found = request.machine, request.host_base, []
+    if request.machine.has_gpu and request.gpu_budget == 0:
+        kept = gib(machine.gpu_total - machine.gpu_free)
+        found.append(f"Nothing of {gib(machine.gpu_total)} of GPU memory is left: {kept} are in use or a context's.")
+    if request.host_budget == 0:
+        kept = gib(machine.host.total - machine.host.available)
+        found.append(
+            f"Nothing of {gib(machine.host.total)} of host memory is left: {kept} are in use or the system's, and"
+            f" {gib(base)} are for Python, its libraries and the script's data."
+        )
+    return found
 
 
 def refusal(plan: Plan, what: str, found: str, expected: str) -> PlanError:
