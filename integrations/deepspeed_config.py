@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from slideformer_backend.config import SlideFormerConfig, keys
-from slideformer_backend.errors import ConfigError, SlideFormerError
+from slideformer_backend.errors import ConfigError
+from slideformer_backend.mistakes import check_output
 
 AUTO = "auto"
 _COMMUNICATION = "tunes communication between GPUs; there is one GPU"
@@ -309,7 +310,11 @@ def _flat(mapping: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]
 
 
 def main(arguments: Sequence[str]) -> None:
-    """``slideformer convert ds_config.json``."""
+    """``slideformer convert ds_config.json``.
+
+    Raises:
+        ConfigError, OSError: a file cannot be read or written, or holds no such configuration.
+    """
     parser = argparse.ArgumentParser(
         prog="slideformer convert",
         description="Turn a DeepSpeed configuration into a launch configuration of SlideFormer.",
@@ -317,13 +322,15 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("config", type=Path, help="ds_config.json")
     parser.add_argument("-o", "--output", type=Path, help="file to write; the terminal, if not given")
     options = parser.parse_args(arguments)
+    if options.output is not None:
+        check_output(options.output)
     try:
         content = json.loads(options.config.read_text(encoding="utf-8"))
-        if not isinstance(content, dict):
-            raise ConfigError(f"{options.config} must hold a JSON object.", found=type(content).__name__)
-        text = as_yaml(convert(content))
-    except (OSError, ValueError, SlideFormerError) as error:
-        parser.exit(1, f"slideformer convert: {error}\n")
+    except ValueError as error:
+        raise ConfigError(f"{options.config} is no JSON: {error}.") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{options.config} must hold a JSON object.", found=type(content).__name__)
+    text = as_yaml(convert(content))
     if options.output is None:
         print(text, end="")
     else:

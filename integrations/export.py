@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from slideformer_backend.errors import CheckpointError, ConfigError, SlideFormerError
+from slideformer_backend.errors import CheckpointError, ConfigError
 from slideformer_backend.integrations.checkpoints import STATE, read_training_state
 from slideformer_backend.storage.directory import MANIFEST, MARKER, verify
 
@@ -148,7 +148,11 @@ def _copy_rest(source: Path | None, out: Path) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """``slideformer export CHECKPOINT OUT``."""
+    """``slideformer export CHECKPOINT OUT``.
+
+    Raises:
+        SlideFormerError, OSError: see ``export``.
+    """
     parser = argparse.ArgumentParser(
         prog="slideformer export", description="Write a checkpoint as a plain model folder of transformers or PEFT."
     )
@@ -158,14 +162,11 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--max_shard_size", default="5GB", help="size of one file (5GB)")
     parser.add_argument("--like", type=Path, help="a model folder to take the tokenizer from")
     options = parser.parse_args(arguments)
-    try:
-        export(
-            options.checkpoint,
-            options.out,
-            dtype=options.dtype,
-            max_shard_size=options.max_shard_size,
-            like=options.like,
-        )
-    except SlideFormerError as error:
-        parser.exit(1, f"slideformer export: {error}\n")
+    export(
+        options.checkpoint,
+        options.out,
+        dtype=options.dtype,
+        max_shard_size=options.max_shard_size,
+        like=options.like,
+    )
     print(f"The model is in {options.out}.")

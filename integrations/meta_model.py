@@ -93,7 +93,7 @@ def load_meta(source: str, dtype: torch.dtype | None = None) -> MetaModel:
         make: Any = (AutoModelForCausalLM if causal else AutoModel).from_config
         with torch.device("meta"):
             model = make(config, dtype=wanted or torch.bfloat16, attn_implementation=ATTENTION)
-    except (ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+    except Exception as error:  # whatever a model's code says of values that it was not made for
         raise ConfigError(f"{source}: transformers cannot make this model: {error}") from error
     head = model.get_output_embeddings()
     return MetaModel(source, model.train(), 0 if head is None else int(text.vocab_size), int(text.hidden_size))

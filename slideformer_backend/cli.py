@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from slideformer_backend import __version__
+from slideformer_backend.mistakes import said_in_one_line
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -27,28 +29,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     commands.add_parser("export", add_help=False, help="write a checkpoint as a plain model folder")
     commands.add_parser("convert", add_help=False, help="turn a DeepSpeed configuration into one of SlideFormer")
     command = parser.parse_args(arguments[:1]).command
-    if command == "launch":
-        launch(arguments[1:])
-    elif command == "trace":
-        trace(arguments[1:])
-    elif command == "bench":
-        bench(arguments[1:])
-    elif command == "plan":
-        sys.exit(plan(arguments[1:]))
-    elif command == "doctor":
-        sys.exit(doctor(arguments[1:]))
-    elif command == "export":
-        from slideformer_backend.integrations.export import main as export
-
-        export(arguments[1:])
-    elif command == "convert":
-        from slideformer_backend.integrations.deepspeed_config import main as convert
-
-        convert(arguments[1:])
-    else:
-        from slideformer_backend.run import main as run
-
-        run(arguments[1:], prog="slideformer run")
+    scripts: dict[str, Callable[[Sequence[str]], None]] = {"run": run, "trace": trace}
+    if command in scripts:  # whose errors are their own: they run in this process
+        scripts[command](arguments[1:])
+        return
+    others: dict[str, Callable[[Sequence[str]], int | None]] = {
+        "launch": launch, "bench": bench, "plan": plan, "doctor": doctor, "export": export, "convert": convert
+    }  # fmt: skip
+    with said_in_one_line(f"slideformer {command}"):
+        status = others[command](arguments[1:])
+    if status:
+        sys.exit(status)
 
 
 def launch(arguments: Sequence[str]) -> None:
@@ -58,10 +49,19 @@ def launch(arguments: Sequence[str]) -> None:
     start(arguments)
 
 
+def run(arguments: Sequence[str]) -> None:
+    """``slideformer run script.py ...``: see ``run.py``."""
+    from slideformer_backend.run import main as run_script
+
+    run_script(arguments, prog="slideformer run")
+
+
 def trace(arguments: Sequence[str]) -> None:
     """``slideformer trace [-o FILE] script.py ...`` runs and records; ``slideformer trace --show FILE`` summarises."""
     parser = argparse.ArgumentParser(
-        prog="slideformer trace", description="Run a training script and record what waits for what."
+        prog="slideformer trace",
+        description="Run a training script and record what waits for what.",
+        allow_abbrev=False,
     )
     parser.add_argument("--show", metavar="FILE", help="summarise a trace that was written earlier, and run nothing")
     parser.add_argument("-o", "--output", default="trace.json", help="file to write (.gz compresses); trace.json")
@@ -69,21 +69,20 @@ def trace(arguments: Sequence[str]) -> None:
         "script", nargs=argparse.REMAINDER, help="the script and its arguments, as for `slideformer run`, whose options"
         " may stand before it"
     )  # fmt: skip
-    options = parser.parse_args(arguments)
+    options, before = parser.parse_known_args(arguments)  # options of `run` that stand before the script
     if options.show is not None:
         from slideformer_backend.trace import load
         from slideformer_backend.trace_summary import describe
 
-        try:
+        with said_in_one_line(parser.prog):
             print(describe(load(options.show)))
-        except (OSError, ValueError) as error:
-            parser.exit(1, f"slideformer trace: {error}\n")
         return
     if not options.script:
         parser.error("name a script to run, or a trace with --show")
-    from slideformer_backend.run import main as run
+    from slideformer_backend.run import main as run_script
 
-    run(["--slideformer_trace", options.output, *options.script], prog="slideformer trace")
+    output = os.path.abspath(options.output)  # the script may go elsewhere
+    run_script(["--slideformer_trace", output, *before, *options.script], prog=parser.prog)
 
 
 def bench(arguments: Sequence[str]) -> None:
@@ -93,23 +92,37 @@ def bench(arguments: Sequence[str]) -> None:
 
         run_kernels(arguments[1:])
         return
-    from slideformer_backend.benchmarks.harness.command import main as run
+    from slideformer_backend.benchmarks.harness.command import main as run_bench
 
-    run(arguments)
+    run_bench(arguments)
 
 
 def plan(arguments: Sequence[str]) -> int:
     """``slideformer plan MODEL ...``: see ``commands/plan.py``."""
-    from slideformer_backend.commands.plan import main as run
+    from slideformer_backend.commands.plan import main as run_plan
 
-    return run(arguments)
+    return run_plan(arguments)
 
 
 def doctor(arguments: Sequence[str]) -> int:
     """``slideformer doctor``: see ``commands/doctor.py``."""
-    from slideformer_backend.commands.doctor import main as run
+    from slideformer_backend.commands.doctor import main as run_doctor
 
-    return run(arguments)
+    return run_doctor(arguments)
+
+
+def export(arguments: Sequence[str]) -> None:
+    """``slideformer export CHECKPOINT OUT``: see ``integrations/export.py``."""
+    from slideformer_backend.integrations.export import main as run_export
+
+    run_export(arguments)
+
+
+def convert(arguments: Sequence[str]) -> None:
+    """``slideformer convert ds_config.json``: see ``integrations/deepspeed_config.py``."""
+    from slideformer_backend.integrations.deepspeed_config import main as run_convert
+
+    run_convert(arguments)
 
 
 if __name__ == "__main__":

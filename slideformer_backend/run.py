@@ -6,6 +6,9 @@ Also under the stock launcher: ``accelerate launch -m slideformer_backend.run sc
 from __future__ import annotations
 
 import argparse
+import atexit
+import errno
+import importlib.util
 import json
 import os
 import runpy
@@ -14,6 +17,7 @@ from collections.abc import Mapping, Sequence
 
 from slideformer_backend.config import DISABLE_VARIABLE, SlideFormerConfig, environment_settings, is_true, keys
 from slideformer_backend.errors import ConfigError
+from slideformer_backend.mistakes import check_output, said_in_one_line
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
@@ -52,11 +56,14 @@ def read_file(path: str) -> Mapping[str, object]:
     return content
 
 
-def prepare(options: argparse.Namespace) -> None:
+def prepare(options: argparse.Namespace) -> str | None:
     """Writes the configuration into the environment and installs the hooks. Runs before torch is imported.
 
+    Returns:
+        The file that a trace of the run goes to, if one was asked for.
+
     Raises:
-        ConfigError: a bad key or value.
+        ConfigError: a bad key or value, or a trace that cannot be written.
     """
     from slideformer_backend.integrations.hooks import install
     from slideformer_backend.integrations.launch_request import show_one_gpu, write_environment
@@ -65,7 +72,10 @@ def prepare(options: argparse.Namespace) -> None:
     flags = {name: value for name, value in given.items() if value is not None}
     in_file = read_file(options.slideformer_config) if options.slideformer_config else {}
     merged = {**in_file, **environment_settings(), **flags}
-    values = SlideFormerConfig.from_mapping(merged, source="slideformer_config").to_mapping()
+    config = SlideFormerConfig.from_mapping(merged, source="slideformer_config")
+    if config.trace is not None:
+        check_output(config.trace)
+    values = config.to_mapping()
     environ = dict(os.environ)
     write_environment(environ, {name: values[name] for name in merged})
     if "ACCELERATE_DYNAMO_BACKEND" in environ and environ.get("OMP_NUM_THREADS") == "1":
@@ -74,6 +84,35 @@ def prepare(options: argparse.Namespace) -> None:
     os.environ.clear()
     os.environ.update(environ)
     install()
+    return config.trace
+
+
+def check_script(script: str, *, is_module: bool) -> None:
+    """Whether there is something to run.
+
+    Raises:
+        ConfigError: there is not, in the words of Python; ``sys.path`` is that of the run.
+    """
+    if is_module:
+        top = script.partition(".")[0]
+        if importlib.util.find_spec(top) is None:
+            raise ConfigError(f"No module named {top}")
+    elif not os.access(script, os.R_OK):
+        code = errno.EACCES if os.path.exists(script) else errno.ENOENT
+        raise ConfigError(f"can't open file {os.path.abspath(script)!r}: [Errno {code}] {os.strerror(code)}")
+
+
+def _modified(path: str) -> int | None:
+    try:
+        return os.stat(path).st_mtime_ns
+    except OSError:
+        return None
+
+
+def _say_if_untouched(trace: str, modified: int | None) -> None:
+    """The file tells whether this process, or one that it started, has written a trace."""
+    if _modified(trace) == modified:
+        print("[slideformer] no trace: no model was prepared, or none was trained", file=sys.stderr, flush=True)
 
 
 def _gpu_count() -> int:
@@ -87,14 +126,16 @@ def _gpu_count() -> int:
 def main(argv: Sequence[str] | None = None, prog: str = "python -m slideformer_backend.run") -> None:
     """Runs the script as ``__main__``, as ``python script.py ...`` would."""
     options = parser(prog).parse_args(argv)
-    if not is_true(os.environ.get(DISABLE_VARIABLE)):
-        prepare(options)
+    with said_in_one_line(prog):
+        trace = None if is_true(os.environ.get(DISABLE_VARIABLE)) else prepare(options)
+        sys.path[0] = os.getcwd() if options.module else os.path.dirname(os.path.abspath(options.script))
+        check_script(options.script, is_module=options.module)
+    if trace is not None:  # registered before the recorder's own, so that it runs after it
+        atexit.register(_say_if_untouched, os.path.abspath(trace), _modified(trace))
     sys.argv = [options.script, *options.script_args]
     if options.module:
-        sys.path[0] = os.getcwd()
         runpy.run_module(options.script, run_name="__main__", alter_sys=True)
     else:
-        sys.path[0] = os.path.dirname(os.path.abspath(options.script))
         runpy.run_path(options.script, run_name="__main__")
 
 

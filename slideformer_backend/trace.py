@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
+from slideformer_backend.errors import ConfigError
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -206,7 +208,8 @@ def load(path: str | os.PathLike[str]) -> list[Timed]:
     """The spans of a trace written by ``save``.
 
     Raises:
-        ValueError: the file holds no such trace.
+        OSError: the file cannot be read.
+        ConfigError: it holds no such trace.
     """
     raw = Path(path).read_bytes()
     try:
@@ -225,7 +228,7 @@ def load(path: str | os.PathLike[str]) -> list[Timed]:
             if event["ph"] != "M"
         ]
     except (KeyError, TypeError, ValueError, OSError) as error:
-        raise ValueError(f"{path} holds no trace of SlideFormer ({error!r})") from error
+        raise ConfigError(f"{path} holds no trace of SlideFormer ({error!r}).") from error
 
 
 _claimed: set[Path] = set()

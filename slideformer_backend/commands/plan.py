@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import KERNELS, SIZE, SlideFormerConfig, keys
-from ..errors import ConfigError, SlideFormerError
+from ..errors import ConfigError
+from ..mistakes import check_output
 from ..run import read_file
 
 if TYPE_CHECKING:
@@ -68,13 +70,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the plan. Returns 0 if it fits, 1 if not, 2 for a mistake in what was asked."""
-    options = parser().parse_args(arguments)
-    try:
-        return _run(options)
-    except SlideFormerError as error:
-        print(f"slideformer plan: {error}", file=sys.stderr)
-        return 2
+    """Print the plan. Returns 0 if it fits, 1 if not.
+
+    Raises:
+        SlideFormerError, OSError: a mistake in what was asked (the command's exit status is 2 then).
+    """
+    return _run(parser().parse_args(arguments))
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,14 @@ class Wishes:
 
 
 def _run(options: argparse.Namespace) -> int:
+    from ..storage.spill import check_parent
+    from ..storage.system import System
     from .plan_view import show, to_mapping
 
+    if options.nvme_path:
+        check_parent(os.path.abspath(options.nvme_path), System())
+    if options.yaml and options.yaml != "-":
+        check_output(options.yaml)
     wishes = wishes_of(options)
     plan = plan_of(options, wishes)
     if options.yaml:

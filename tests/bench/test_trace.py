@@ -167,6 +167,28 @@ def test_the_command(tmp_path):
     assert "busy:" in run("--show", str(file)).stdout
     (tmp_path / "bad.json").write_text("{}")
     bad = run("--show", str(tmp_path / "bad.json"))
-    assert bad.returncode == 1
+    assert bad.returncode == 2
     assert "holds no trace" in bad.stderr
     assert run().returncode == 2
+
+
+def test_what_the_command_says_without_a_trace(tmp_path):
+    script, file = tmp_path / "script.py", tmp_path / "out.json"
+    script.write_text("import sys\nsys.exit(3)\n")
+
+    def run(*words):
+        command = [sys.executable, "-m", "slideformer_backend.cli", "trace", *map(str, words)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+        return done.returncode, done.stderr.splitlines()
+
+    nothing = "[slideformer] no trace: no model was prepared, or none was trained"
+    assert run("-o", file, script) == (3, [nothing])
+    file.write_text("an earlier one")
+    assert run("-o", file, script) == (3, [nothing])
+    code, (line,) = run("-o", tmp_path / "none" / "out.json", script)
+    assert (code, (tmp_path / "none").exists()) == (2, False)
+    assert "out.json cannot be written: there is no folder" in line
+    code, (line,) = run("--show", tmp_path / "none.json")
+    assert code == 2
+    assert line.startswith("slideformer trace: ")
+    assert "none.json" in line

@@ -163,7 +163,14 @@ def test_the_command(tmp_path, capsys):
     assert content["distributed_type"] == "SLIDEFORMER"
     SlideFormerConfig.from_mapping(content["slideformer_config"])
     source.write_text("{")
-    with pytest.raises(SystemExit) as error:
-        main(["convert", str(source)])
-    assert error.value.code == 1
-    assert "slideformer convert: Expecting" in capsys.readouterr().err
+    for words, reason in (
+        ([source], f"{source} is no JSON: Expecting"),
+        ([tmp_path / "none.json"], "none.json"),
+        ([source, "-o", tmp_path / "none" / "x.yaml"], "there is no folder"),
+    ):
+        with pytest.raises(SystemExit) as error:
+            main(["convert", *map(str, words)])
+        assert error.value.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("slideformer convert: ")
+        assert reason in line

@@ -134,7 +134,7 @@ def test_what_cannot_be_exported_is_said(clean, tmp_path, capsys):
     def failure(*arguments):
         with pytest.raises(SystemExit) as error:
             main(["export", *map(str, arguments)])
-        assert error.value.code == 1
+        assert error.value.code == 2
         return capsys.readouterr().err
 
     (tmp_path / "full").mkdir()

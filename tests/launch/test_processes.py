@@ -2,7 +2,9 @@
 
 import json
 import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -112,6 +114,31 @@ class TestErrors:
             (["--slideformer_update", "x", "s.py"], "exact, immediate"),
         ):
             assert reason in python("-m", "slideformer_backend.run", *words, fails=True)
+
+    @pytest.mark.parametrize("command", ["run", "trace"])
+    @pytest.mark.parametrize(
+        ("words", "reason"),
+        [
+            (["none.py"], "can't open file '{here}/none.py': [Errno 2] No such file or directory"),
+            (["-m", "no_such.module"], "No module named no_such"),
+            (["--slideformer_update", "x", "s.py"], "slideformer_config: update: not a value of this key."),
+        ],
+    )
+    def test_what_cannot_be_run_is_one_line(self, tmp_path, command, words, reason):
+        (tmp_path / "s.py").touch()
+        root = Path(__file__).resolve().parents[2]
+        done = subprocess.run(
+            [sys.executable, "-m", "slideformer_backend.cli", command, *words],
+            cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True, text=True, check=False,
+            timeout=120,
+        )  # fmt: skip
+        (line,) = done.stderr.splitlines()
+        assert done.returncode == 2
+        assert line.startswith(f"slideformer {command}: {reason.format(here=tmp_path)}")
+
+    def test_errors_of_a_script_are_its_own(self, python, tmp_path):
+        (tmp_path / "s.py").write_text("open('/no/such/file')\n")
+        assert "Traceback" in python("-m", "slideformer_backend.cli", "run", "s.py", fails=True)
 
     def test_the_runner_leaves_one_gpu_visible(self, clean):
         from slideformer_backend import run

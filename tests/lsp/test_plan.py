@@ -7,7 +7,7 @@ import json
 import pytest
 import yaml
 
-from slideformer_backend.commands.plan import main
+from slideformer_backend.cli import main
 from slideformer_backend.config import SlideFormerConfig
 from slideformer_backend.lsp_settings import LspSettings
 from slideformer_backend.plan.cores import is_compressed
@@ -26,7 +26,11 @@ def plan(capsys, tmp_path, monkeypatch):
     def run(*arguments, **sizes):
         content = {**LLAMA_7B, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "vocab_size": 512}
         (tmp_path / "config.json").write_text(json.dumps({**content, **sizes}))
-        code = main([str(tmp_path), "--dtype", "bfloat16", "--seq", "256", *map(str, arguments)])
+        code = 0
+        try:
+            main(["plan", str(tmp_path), "--dtype", "bfloat16", "--seq", "256", *map(str, arguments)])
+        except SystemExit as stop:
+            code = stop.code
         out, err = capsys.readouterr()
         return code, out, err
 

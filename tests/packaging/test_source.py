@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Each layer imports those before it, never one after it. The last is the way in from outside.
 LAYERS = (
-    ("errors", "_imports", "kernels", "trace", "trace_summary"),
+    ("errors", "mistakes", "_imports", "kernels", "trace", "trace_summary"),
     ("config", "lsp_settings"),
     ("plan",),
     ("storage",),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from slideformer_backend.commands.plan import main
+from slideformer_backend.cli import main
 from slideformer_backend.config import SlideFormerConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,7 +23,11 @@ def plan(capsys):
     """Runs the command; (exit code, stdout, stderr)."""
 
     def run(*arguments):
-        code = main([str(argument) for argument in arguments])
+        code = 0
+        try:
+            main(["plan", *map(str, arguments)])
+        except SystemExit as stop:
+            code = stop.code
         out, err = capsys.readouterr()
         return code, out, err
 
@@ -127,10 +131,10 @@ def test_the_limit_is_what_works_longest(plan):
 @pytest.mark.parametrize(
     ("option", "value"), [("--gpu-tflops", "-3"), ("--gpu-tflops", "nan"), ("--gpu-memory", "24"), ("--link", "0")]
 )
-def test_numbers_that_no_machine_has_are_refused(plan, capsys, option, value):
-    with pytest.raises(SystemExit):
-        plan("llama-1b", *DESCRIBED, f"{option}={value}")
-    assert option in capsys.readouterr().err
+def test_numbers_that_no_machine_has_are_refused(plan, option, value):
+    code, _, err = plan("llama-1b", *DESCRIBED, f"{option}={value}")
+    assert code == 2
+    assert option in err
 
 
 def test_a_machine_that_is_proposed_is_large_enough(plan):
@@ -138,6 +142,35 @@ def test_a_machine_that_is_proposed_is_large_enough(plan):
     _, out, _ = plan(*arguments, "--host-memory", "1TiB")
     (size,) = re.findall(r"a machine with ([\d,.]+) GiB of host memory", out)
     assert plan(*arguments, "--host-memory", size.replace(",", "") + "GiB")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("gpu", "host", "nvme"),
+    [("24GiB", "10MiB", None), ("24GiB", "3100MiB", None), ("24GiB", "5GiB", None), ("10MiB", "64GiB", None),
+     ("900MiB", "1GiB", None), ("5000MiB", "2GiB", "200GiB"), ("600MiB", "4100MiB", "1GiB")],
+)  # fmt: skip
+def test_a_small_machine_is_told_what_suffices(plan, gpu, host, nvme):
+    """Also where what is kept back is more than there is, and where states and weights go to files."""
+
+    def planned(gpu, host, nvme):
+        return plan("llama-3b", "--gpu-memory", gpu, "--host-memory", host, *(("--nvme", nvme) if nvme else ()))
+
+    code, out, _ = planned(gpu, host, nvme)
+    assert code == 1
+    assert not re.search(r"-[\d,.]+ [GM]iB", out), out
+    (line,) = [line for line in out.splitlines() if "a machine with" in line]
+    found = {
+        tier: size.replace(" ", "") for size, tier in re.findall(r"([\d.]+ [GM]iB) of (GPU|host memory|NVMe)", line)
+    }
+    code, out, _ = planned(found.get("GPU", gpu), found.get("host memory", host), found.get("NVMe", nvme))
+    assert code == 0, f"{line}: {out}"
+
+
+def test_what_is_kept_back_is_named(plan):
+    _, out, _ = plan("llama-1b", "--gpu-memory", "500MiB", "--host-memory", "1GiB")
+    assert "Nothing of 500.0 MiB of GPU memory is left: 600.0 MiB are in use or a context's." in out
+    assert "Nothing of 1.0 GiB of host memory is left: 2.0 GiB are in use or the system's, and 2.0 GiB are for" in out
+    assert "is left" not in plan("llama-1b", "--gpu-memory", "700MiB", "--host-memory", "5GiB")[1]
 
 
 def test_a_local_config_and_precision(plan, tmp_path):
@@ -166,6 +199,10 @@ def test_a_local_config_and_precision(plan, tmp_path):
         (["llama-1b", "--set", "update"], "KEY=VALUE"),
         (["llama-1b", "--set", "optimizer_states=ssd"], "auto, host, nvme"),
         (["llama-1b", "--config", "/nowhere.yaml"], "/nowhere.yaml"),
+        (["llama-1b", "--nvme-path", "/nowhere"], "nvme_path: /nowhere does not exist"),
+        (["llama-1b", "--nvme-path", __file__], "is no folder"),
+        (["llama-1b", "--yaml", "/nowhere/x.yaml"], "/nowhere/x.yaml cannot be written: there is no folder /nowhere"),
+        (["llama-1b", "--yaml", str(ROOT)], "it is a folder"),
         (["llama-1b", "--set", "optimizer_states=host", "--set", "nvme_fraction=0.5"], "nothing to be a share of"),
     ],
 )
@@ -174,6 +211,7 @@ def test_mistakes_are_explained(plan, arguments, words):
     assert code == 2
     assert out == ""
     assert words in err
+    assert len(err.splitlines()) == 1
 
 
 def test_bad_files_are_explained(plan, tmp_path):
@@ -182,6 +220,16 @@ def test_bad_files_are_explained(plan, tmp_path):
         (tmp_path / "config.json").write_text(content)
         code, _, err = plan(tmp_path, *DESCRIBED)
         assert (code, words in err) == (2, True), err
+
+
+@pytest.mark.parametrize(
+    "values", [{"hidden_size": 10, "num_attention_heads": 3}, {"num_attention_heads": 0}, {"vocab_size": -1}]
+)
+def test_a_configuration_that_transformers_rejects(plan, tmp_path, values):
+    code, _, err = plan(config_json(tmp_path, **values), *DESCRIBED)
+    assert code == 2, err
+    (line,) = err.splitlines()
+    assert line.startswith(f"slideformer plan: {tmp_path}: transformers cannot make this model: ")
 
 
 def test_a_model_without_blocks_is_refused(plan, tmp_path):
