@@ -62,8 +62,8 @@ class Residency:
         self._worked: dict[str, float] = {}
         self._busiest: float | None = None
         self._activations: dict[int, int] = {}
-        self._forward_peak: int | None = None
-        self._recomputed = 0
+        self._before_backward: int | None = None
+        self._first_recompute = self._recomputed = 0
 
     @property
     def budget(self) -> int:
@@ -101,22 +101,23 @@ class Residency:
                 unit.updates_on_device = True
                 unit.weights = self._memory.allocate(f"weights of {unit.name}", 0, dma=False)
 
-    def before_recompute(self) -> int:
-        """Device bytes in use. The first step's first recompute also notes what forward and loss held at their peak."""
+    def before_recompute(self) -> int | None:
+        """Device bytes in use, while that is observed. The first recompute of a step also notes the peak before it: what
+        forward and loss held, at least."""
         device = self._backend.device
-        if device.type != "cuda":
-            return 0
-        if self._steps == 0 and self._forward_peak is None:
-            self._forward_peak = torch.cuda.max_memory_allocated(device)
+        if self._steps >= OBSERVED_STEPS or device.type != "cuda":
+            return None
+        if self._before_backward is None:
+            self._before_backward = torch.cuda.max_memory_allocated(device)
         return torch.cuda.memory_allocated(device)
 
-    def observe_recompute(self, unit: Unit, before: int) -> None:
+    def observe_recompute(self, unit: Unit, before: int | None) -> None:
         """A recompute of ``unit`` left activations on the device, where ``before`` bytes were in use; each graph that
         still waits for its backward would hold as much, if it kept them."""
-        device = self._backend.device
-        nbytes = torch.cuda.memory_allocated(device) - before if device.type == "cuda" else 0
-        if self._steps == 0 and not self._recomputed:
-            self._recomputed = nbytes
+        if before is None:
+            return
+        nbytes = torch.cuda.memory_allocated(self._backend.device) - before
+        self._first_recompute = self._first_recompute or nbytes
         waiting = sum(not visit.is_done for visit in unit.visits)
         self._activations[unit.index] = max(nbytes * max(1, waiting), self._activations.get(unit.index, 0))
 
@@ -131,13 +132,11 @@ class Residency:
             self._note_peak(torch.cuda.max_memory_allocated(self._backend.device))
 
     def _note_peak(self, peak: int) -> None:
-        """Note the peak, and what a recompute has to do with it: of a step that forward and loss of the first one stand
-        for, whose recomputes come after theirs, not one that a later step exceeds."""
-        if self._steps == 1 and self._forward_peak is not None:
-            self._recomputed = min(self._recomputed, peak - self._forward_peak)
-        elif peak > self._peak:
-            self._recomputed = 0
-        self._peak = max(self._peak, peak)
+        """Note the peak so far, and what of it a recompute holds: that of the step that last exceeded those before."""
+        if peak > self._peak:
+            rise = 0 if self._before_backward is None else peak - self._before_backward
+            self._peak, self._recomputed = peak, min(self._first_recompute, rise)
+        self._before_backward, self._first_recompute = None, 0
 
     def _observe_lanes(self, seconds: float) -> None:
         """Note which share of a step, of so many seconds, the busiest of host and link has worked, if that is what it

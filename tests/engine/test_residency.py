@@ -218,29 +218,34 @@ def test_where_the_gpu_is_waited_for_activations_come_before_units_that_need_not
 
 
 def test_what_a_recompute_adds_to_the_peak(monkeypatch):
-    """As the allocator's peak says it, which only grows: 100 bytes until the loss, 30 of a recompute, and more."""
+    """As the allocator's peak says it, which only grows: so much until the loss, 30 bytes of a recompute, and more."""
 
-    def recomputed(*peaks, loss=100):
+    def recomputed(*steps):
         backend = SimpleNamespace(device=torch.device("cuda"), busy=lambda: dict.fromkeys(LANES, 0.0))
         policy = SimpleNamespace(spill=SimpleNamespace(tier=None), is_clipping=False)
         residency = Residency(SlideFormerConfig(), backend, None, policy, None)
-        now = {"memory_allocated": 80, "max_memory_allocated": loss}
+        now = {"memory_allocated": 80, "max_memory_allocated": 0}
         for name in now:
             monkeypatch.setattr(torch.cuda, name, lambda device, name=name: now[name])
-        for peak in peaks:
+        for loss, peak in steps:
+            now["max_memory_allocated"] = max(loss, now["max_memory_allocated"])
             for unit in (SimpleNamespace(index=number, visits=()) for number in (1, 0)):
                 before = residency.before_recompute()
-                now.update(memory_allocated=before + 30, max_memory_allocated=peak)
+                now.update(memory_allocated=before + 30, max_memory_allocated=max(peak, now["max_memory_allocated"]))
                 residency.observe_recompute(unit, before)
                 now["memory_allocated"] = before
             residency.after_step()
         assert residency._activations == {0: 30, 1: 30}
         return residency._recomputed
 
-    assert recomputed(140, 140) == 30
-    assert recomputed(120, 120) == 20
-    assert recomputed(100, 100) == 0  # the loss holds more than any backward
-    assert recomputed(140, 150) == 0  # what forward and loss of that step held is not known
+    assert recomputed((100, 140), (100, 140)) == 30
+    assert recomputed((100, 120), (100, 120)) == 20
+    assert recomputed((100, 90), (100, 90)) == 0  # the loss holds more than any backward
+    assert recomputed((100, 140), (150, 190)) == 30  # with states, which the first update made
+    assert recomputed((100, 140), (110, 150)) == 10  # what its loss held is not known, but no more than 140
+    assert recomputed((100, 140), (90, 120)) == 30  # a smaller batch
+    residency = Residency(SlideFormerConfig(), SimpleNamespace(device=torch.device("cpu")), None, None, None)
+    assert residency.before_recompute() is None
 
 
 def test_updates_have_one_micro_batch_to_hide_behind():

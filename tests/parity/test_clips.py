@@ -199,6 +199,8 @@ def script_of(clip, accumulate, look):
 @pytest.mark.parametrize(("precision", "accumulate"), [("fp32", 1), ("fp32", 2), ("bf16", 1), ("autocast", 1)])
 @pytest.mark.parametrize("clip", CLIPS, ids=lambda clip: clip.__name__)
 def test_clips(device, precision, clip, accumulate):
+    if clip is replaced_after_clip and precision == "bf16" and device.type == "cuda":
+        pytest.skip("what is added to gradients is added on the host, where a bf16 sum rounds its summands apart")
     dtype, autocast = PRECISIONS[precision]
     of_torch = clip in (one_norm, directly, directly_without_foreach, in_two_steps)
     tolerance = ASSOCIATIVITY if of_torch and device.type == "cuda" else None  # torch sums the norm on the device
