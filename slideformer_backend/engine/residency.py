@@ -102,8 +102,8 @@ class Residency:
                 unit.weights = self._memory.allocate(f"weights of {unit.name}", 0, dma=False)
 
     def before_recompute(self) -> int | None:
-        """Device bytes in use, while that is observed. The first recompute of a step also notes the peak before it: what
-        forward and loss held, at least."""
+        """Device bytes in use, while that is observed. The first recompute of a step also notes the peak before it: at
+        least what forward and loss held."""
         device = self._backend.device
         if self._steps >= OBSERVED_STEPS or device.type != "cuda":
             return None

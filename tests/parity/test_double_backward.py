@@ -12,6 +12,7 @@ from slideformer_backend.transfer import Monitor
 from tests.budgets import tight
 from tests.parity.harness import POLICIES, PRECISIONS, check, run_managed
 from tests.parity.models import Stack, batch, hugging_face, language_loss
+from tests.tolerances import ASSOCIATIVITY
 
 LAYERS = 8
 ADAMW = {"lr": 1e-3, "fused": True}
@@ -113,7 +114,9 @@ def training(loss_of, *, accumulate=1, clip=None, hooks=False):
 
 
 def checked(make, script, device, **options):
-    check(make, script, device, gpu_memory=tight(make()), kernels="off", **options)
+    """On a GPU some gradients of layers that keep their activations were in last places apart (an H200, torch 2.11)."""
+    tolerance = ASSOCIATIVITY if device.type == "cuda" else None
+    check(make, script, device, gpu_memory=tight(make()), kernels="off", tolerance=tolerance, **options)
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
