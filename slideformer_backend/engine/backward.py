@@ -18,7 +18,7 @@ from ..errors import StaleGraphError, UnsupportedError
 from ..transfer import Backend, copy
 from .edges import Edges, device_gradient, set_device_gradient
 from .policy import UpdatePolicy
-from .unit import ONE, ParamRecord, Unit, Where
+from .unit import ONE, ParamRecord, Unit
 from .visit import OpenHook, Second, Visit
 from .window import GradientSlot, Window
 
@@ -45,7 +45,8 @@ class Backward:
         window: slots.
         policy: takes arrived gradients.
         edges: the resident units, whose gradients arrive at the end.
-        fetch: brings a unit's weights towards the device (the engine's, which keeps them current).
+        lease: brings a unit's weights to the device (the engine's, which keeps them current), whether as wide as the
+            user's or not, and those of the next units towards it.
         expects_step: whether a ``step()`` should follow this backward.
     """
 
@@ -55,7 +56,7 @@ class Backward:
         window: Window,
         policy: UpdatePolicy,
         edges: Edges,
-        fetch: Callable[[Unit], None],
+        lease: Callable[[Unit, bool], None],
         expects_step: Callable[[], bool],
     ) -> None:
         self.backend = backend
@@ -66,7 +67,7 @@ class Backward:
         """Backward passes since the last ``step()``."""
         self.measures_slots = backend.device.type == "cuda"
         """Whether norms are taken in the device slot, before the gradient is on the host."""
-        self._fetch = fetch
+        self._lease = lease
         self._expects_step = expects_step
         self._task = -1
         self._open: list[Visit] = []
@@ -143,8 +144,9 @@ class Backward:
         unit.opens += 1
         if unit.opens > 1:
             return
-        self._fetch(unit)
-        self.window.lease(unit, Where.BACKWARD, is_wide=visit.is_wide)
+        for again in unit.visits:  # of a graph that was kept: their gradients are still to come
+            again.begin_again(self._task)
+        self._lease(unit, visit.is_wide)
         if unit.layout.gradient_bytes:
             unit.gradient_slot = self.window.take_gradient_slot(unit)
             if unit.gradient is not None and unit.with_gradient:
@@ -198,6 +200,7 @@ class Backward:
         if not visit.is_open:
             return
         unit = visit.unit
+        visit.task = self._task
         visit.is_open, visit.is_done = False, unit.second is None  # with a second one, a later pass comes here again
         self._open.remove(visit)
         unit.opens -= 1

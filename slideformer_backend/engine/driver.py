@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -131,9 +131,8 @@ class UnitForward:
                 output = forward(*args, **kwargs)
             if arguments is not None:
                 arguments.check_forward(output)  # the aliases changed, and their caller's tensors did not
-            for tensor in tensors_in(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(_Reached(visit))
+            for tensor in _computed(output):
+                tensor.register_hook(_Reached(visit))
         output = inputs.hand_back(output)
         if is_traced:
             backend.end("forward", name)
@@ -142,9 +141,8 @@ class UnitForward:
                 visit.begin()
                 backend.begin("backward", name)
 
-            for tensor in tensors_in(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(begun)
+            for tensor in _computed(output):
+                tensor.register_hook(begun)
         return output
 
     def _with_graph(self, engine: Engine, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -173,10 +171,15 @@ class UnitForward:
                     **run.kwargs,
                 )
         output = inputs.hand_back(output)
-        for tensor in tensors_in(output):
-            if tensor.requires_grad and id(tensor) not in inputs.given:  # its gradient is complete much later
+        for tensor in _computed(output):
+            if id(tensor) not in inputs.given:  # its gradient is complete much later
                 tensor.register_hook(OpenHook(backward.reach, visit))
         return output
+
+
+def _computed(output: Any) -> Iterator[torch.Tensor]:
+    """Tensors of an output that have a graph. A leaf, a parameter say, would keep hooks for ever."""
+    return (tensor for tensor in tensors_in(output) if tensor.requires_grad and tensor.grad_fn is not None)
 
 
 def _has_hooks(module: nn.Module) -> bool:

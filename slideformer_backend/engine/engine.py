@@ -102,8 +102,8 @@ class Engine:
         self.residency.start_edges(edges if config.strategy == "slide" else [])  # the plan of lsp has decided
         begin_spill(self.spill, self.units, terms)
         self.feed, self.pace = Feed(self), Pace(config, self.backend, self.spill, self.memory)
-        fetch, expects = self.feed.fetch_for_backward, self._expects_step
-        self.backward = Backward(self.backend, self.window, self.policy, self.edges, fetch, expects)
+        lease, expects = self.feed.lease_for_backward, self._expects_step
+        self.backward = Backward(self.backend, self.window, self.policy, self.edges, lease, expects)
         self.stepper = Stepper(config, self.backend, self.policy, self.edges)
         self.schedule = Schedule(self.sliding)
         self.taken = Taken()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .schedule import Phase
-from .unit import Unit, Weights
+from .unit import Unit, Weights, Where
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -40,8 +40,9 @@ class Feed:
             elif is_current and not engine.window.holds(ahead):
                 files.stage(ahead)
 
-    def fetch_for_backward(self, unit: Unit) -> None:
-        """The backward of ``unit`` opens."""
+    def lease_for_backward(self, unit: Unit, is_wide: bool) -> None:
+        """The backward of ``unit`` opens: its weights are in the window. What follows is fetched behind it, as in the
+        forward: before, it could take the very slot, of weights that a prediction has changed on the host."""
         engine = self._engine
         engine.schedule.visit(Phase.BACKWARD, unit)
         if engine.spill.tier is not None:
@@ -52,6 +53,7 @@ class Feed:
             if policy.expects_new_weights(is_last=is_last):  # also of what the window holds: updates are on the host
                 engine.spill.weights.read_ahead(order)
         self.fetch(unit)
+        engine.window.lease(unit, Where.BACKWARD, is_wide=is_wide)
         self.fetch_ahead(Phase.BACKWARD, unit)
 
     def fetch_first(self) -> None:

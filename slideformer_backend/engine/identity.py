@@ -23,12 +23,13 @@ class ByIdentity(Generic[Value]):
         self._ends: dict[int, weakref.ref[torch.Tensor]] = {}
 
     def __setitem__(self, tensor: torch.Tensor, value: Value) -> None:
-        key = id(tensor)
-        values, ends = self._values, self._ends
+        key, owner = id(tensor), weakref.ref(self)  # which is no part of a cycle: it goes with whoever has it
 
         def end(_: object) -> None:
-            values.pop(key, None)
-            ends.pop(key, None)
+            found = owner()
+            if found is not None:
+                found._values.pop(key, None)
+                found._ends.pop(key, None)
 
         self._values[key] = value
         self._ends[key] = weakref.ref(tensor, end)

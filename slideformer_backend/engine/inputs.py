@@ -35,8 +35,9 @@ class Taken:
         return alias if is_same else tensor
 
     def note(self, tensor: torch.Tensor, alias: torch.Tensor) -> None:
-        """A unit has taken ``tensor`` as ``alias``, which lives no longer than the unit's graph."""
-        if type(alias) is torch.Tensor and alias.layout is torch.strided:
+        """A unit has taken ``tensor`` as ``alias``, which lives no longer than the unit's graph. Leaves outlive graphs,
+        and who uses one must come by its guard: nothing stands for them."""
+        if type(alias) is torch.Tensor and alias.layout is torch.strided and tensor.grad_fn is not None:
             self._last[tensor] = TensorWeakRef(alias), tensor.grad_fn
 
 
@@ -88,7 +89,8 @@ class Inputs:
             self.args, self.kwargs = self._replace(args), {name: self._replace(value) for name, value in kwargs.items()}
 
     def hand_back(self, output: Any) -> Any:
-        """After the forward: the caller's containers hold what it wrote. Returns the output, which may be one."""
+        """After the forward: the caller's containers hold what it wrote. Returns the output, which may be one; what the
+        forward was given and puts out is the caller's tensor there, as in plain torch."""
         for original, copied, given in self._copies:
             now = _values(copied)
             if len(now) == len(given) and all(map(is_, now, given)):
@@ -102,6 +104,19 @@ class Inputs:
             else:
                 original[:] = [own.get(id(value), value) for value in copied]
             output = original if output is copied else output
+        return self._original(output) if self.are_aliases else output
+
+    def _original(self, output: Any) -> Any:
+        found = self._originals.get(id(output)) if isinstance(output, torch.Tensor) else None
+        if found is not None:
+            return found
+        if isinstance(output, tuple) and any(id(tensor) in self._originals for tensor in tensors_in(output)):
+            items = map(self._original, output)
+            return type(output)(*items) if hasattr(output, "_fields") else type(output)(items)
+        if isinstance(output, (list, dict)):
+            for name, item in list(output.items() if isinstance(output, dict) else enumerate(output)):
+                if isinstance(item, torch.Tensor) and id(item) in self._originals:
+                    output[name] = self._originals[id(item)]
         return output
 
     def _replace(self, value: Any) -> Any:

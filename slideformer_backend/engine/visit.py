@@ -28,7 +28,7 @@ class Visit:
     # fmt: off
     __slots__ = (
         "__weakref__", "_nodes", "awaited", "before", "holds_slot", "is_done", "is_open", "is_wide", "number", "steps",
-        "unit",
+        "task", "unit",
     )
     # fmt: on
 
@@ -39,6 +39,8 @@ class Visit:
         self.is_wide = is_wide
         self.is_open = False
         self.is_done = False
+        self.task = -1
+        """The pass that closed it last."""
         self.before: dict[int, Before] = {}
         """Of parameters that a forward wrote, by ``id`` of their records."""
         self._nodes: list[weakref.ref[Any]] = []
@@ -55,8 +57,17 @@ class Visit:
 
     def begin(self) -> None:
         """The running pass has reached the visit."""
+        self.awaited = self._executed()
+
+    def begin_again(self, task: int) -> None:
+        """The running pass, ``task``, has reached the unit, and comes to this visit, if it does, once more."""
+        if self.is_done and self.task != task and self._executed():
+            self.is_done = False
+
+    def _executed(self) -> int:
+        """By how many of its nodes the running pass leaves."""
         nodes = [node for reference in self._nodes if (node := reference()) is not None]
-        self.awaited = sum(map(torch._C._will_engine_execute_node, nodes))
+        return sum(map(torch._C._will_engine_execute_node, nodes))
 
     def left(self) -> bool:
         """The pass leaves by a node. Whether it is the last one of those that the pass comes to."""
