@@ -21,13 +21,11 @@ class Family(NamedTuple):
     """One family.
 
     ``make`` gives a model in training mode for a dtype; ``inputs`` its keyword arguments, labels included, for the
-    batch of a number. ``is_shared``: outputs of a block are used more than once, so that gradients are added in
-    another order than plainly (the reference then gives every block inputs of its own).
+    batch of a number.
     """
 
     make: Callable[[torch.dtype], nn.Module]
     inputs: Callable[[int], dict[str, torch.Tensor]]
-    is_shared: bool = False
 
 
 def text(number: int, rows: int = 2) -> dict[str, torch.Tensor]:
@@ -303,9 +301,9 @@ FAMILIES: dict[str, Family] = {
     "olmo_hybrid": Family(built("OlmoHybridForCausalLM", olmo_hybrid), text),
     "mamba": Family(built("MambaForCausalLM", mamba), text),
     "bert": Family(built("BertForSequenceClassification", bert), classified_text),
-    "t5": Family(built("T5ForConditionalGeneration", t5), translated_text, is_shared=True),
-    "bart": Family(built("BartForConditionalGeneration", bart), translated_text, is_shared=True),
+    "t5": Family(built("T5ForConditionalGeneration", t5), translated_text),
+    "bart": Family(built("BartForConditionalGeneration", bart), translated_text),
     "vit": Family(built("ViTForImageClassification", vit), images),
-    "whisper": Family(built("WhisperForConditionalGeneration", whisper), speech, is_shared=True),
+    "whisper": Family(built("WhisperForConditionalGeneration", whisper), speech),
     "own": Family(lambda dtype: Own().to(dtype).train(), text),
 }

@@ -50,4 +50,4 @@ def test_families(device, name, policy, precision):
         accumulate=2 if policy == "exact" else 1,
         clip=0.05 if policy == "exact" else None,
     )
-    check(lambda: family.make(dtype), script, device, policy=policy, autocast=autocast, separate=family.is_shared)
+    check(lambda: family.make(dtype), script, device, policy=policy, autocast=autocast)
