@@ -56,7 +56,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches per step")
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--warmup", type=int, default=4, help="units move to the device after two")
+    parser.add_argument("--warmup", type=int, default=5, help="units move to the device after three")
     parser.add_argument("--mode", choices=("plain", "managed"), default="managed")
     parser.add_argument("--update", choices=("exact", "immediate"), default="exact")
     parser.add_argument("--max-norm", type=float, default=0.0, help="0: no clipping")

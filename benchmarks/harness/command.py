@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
         "--peer-steps", type=int, help="timed steps of other systems, whose steps do not overlap (--steps)"
     )
     result.add_argument("--clips", default="", help="of ours, only these, of off, quiet, active; default: all of a row")
-    result.add_argument("--warmup", type=int, default=4, help="steps before them (4)")
+    result.add_argument("--warmup", type=int, default=5, help="steps before them (5)")
     result.add_argument("--rounds", type=int, default=1, help="interleaved repetitions of everything (1)")
     result.add_argument("--timeout", type=float, default=300.0, help="seconds for one contender (300)")
     result.add_argument("--budget", type=float, help="seconds after which nothing more is started")

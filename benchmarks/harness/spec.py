@@ -81,7 +81,7 @@ class Job:
     kernels: str = "liger"
     device: str = "cuda"
     steps: int = 6
-    warmup: int = 4
+    warmup: int = 5
     check_layers: int | None = None
     timeout: float = 300.0
     threads: int | None = None

@@ -12,13 +12,14 @@ from ..plan.depth import rooms_for
 from ..plan.host_budget import probe_host_budget
 from ..storage import BlockTier, HostMemory
 from ..transfer import Backend, Lane
+from .residency import OBSERVED_STEPS
 from .ring import Ring
 from .spill import Spill
 
 logger = logging.getLogger(__name__)
 
-FIRST, LAST = 3, 5
-"""Steps between which is measured. The first ones compile, and layers move to the device after two."""
+FIRST, LAST = OBSERVED_STEPS + 1, OBSERVED_STEPS + 3
+"""Steps between which is measured, once layers have moved to the device."""
 SHARE = 2
 """One in so many parts of host memory that is free may become rooms."""
 

@@ -31,8 +31,8 @@ from .window import Window
 logger = logging.getLogger(__name__)
 
 Away = Literal["host", "nvme"]
-OBSERVED_STEPS = 2
-"""Steps measured before units move."""
+OBSERVED_STEPS = 3
+"""Steps measured before units move. The first compiles and takes memory, the second still waits for its update."""
 
 
 class Residency:
@@ -122,12 +122,16 @@ class Residency:
         self._activations[unit.index] = max(nbytes * max(1, waiting), self._activations.get(unit.index, 0))
 
     def after_step(self) -> None:
-        """Count a step and note the peak so far."""
+        """Count a step and, while steps are observed, note its peak and what host and link did in it."""
         self._steps += 1
         now = time.perf_counter()
-        if self._steps <= OBSERVED_STEPS:
-            self._observe_lanes(now - self._stepped)
-        self._step_seconds, self._stepped = min(self._step_seconds, now - self._stepped), now
+        seconds, self._stepped = now - self._stepped, now
+        is_fastest, self._step_seconds = seconds < self._step_seconds, min(seconds, self._step_seconds)
+        if self._steps > OBSERVED_STEPS:
+            return
+        busiest = self._busiest_share(seconds)
+        if is_fastest:
+            self._busiest = busiest
         if self._backend.device.type == "cuda":
             self._note_peak(torch.cuda.max_memory_allocated(self._backend.device))
 
@@ -138,14 +142,14 @@ class Residency:
             self._peak, self._recomputed = peak, min(self._first_recompute, rise)
         self._before_backward, self._first_recompute = None, 0
 
-    def _observe_lanes(self, seconds: float) -> None:
-        """Note which share of a step, of so many seconds, the busiest of host and link has worked, if that is what it
-        would work in others too: updates are computed once, and no drive is waited for."""
+    def _busiest_share(self, seconds: float) -> float | None:
+        """Which share of a step, of so many seconds, the busiest of host and link has worked, if that is what it would
+        work in others too: updates are computed once, and no drive is waited for."""
         before, self._worked = self._worked, self._backend.busy()
         worked = {name: total - before.get(name, 0.0) for name, total in self._worked.items()}
         busiest = max(worked["update"], worked["h2d"] + worked["back"], worked["d2h"] + worked["out"])
         is_typical = self._policy.spill.tier is None and not self._policy.is_clipping
-        self._busiest = busiest / seconds if is_typical else None
+        return busiest / seconds if is_typical else None
 
     def is_due(self) -> bool:
         """Whether units should be moved before the next forward."""

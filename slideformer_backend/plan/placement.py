@@ -118,7 +118,7 @@ def place(
     kept = [cost.unit for cost in reversed(units[len(units) - filled.kept :])]
     moved = sum(cost.resident for cost in units[: filled.moved])
     reason = (
-        f"{_gib(spare_bytes)} GiB of device memory were free beside the measured peak:"
+        f"{_gib(spare_bytes)} GiB of device memory were free beside the measured peak{_pace(steps)}:"
         f" {len(resident)} of {len(units)} units now live on the device with their states and updates"
         f" ({_gib(moved)} GiB)"
     )
@@ -228,6 +228,10 @@ def _keep_first(units: Sequence[UnitCost], steps: Steps) -> bool:
     time goes with their size, or that of launching it; those an update per step."""
     small = all(MANY_MICRO_BATCHES * cost.activations <= cost.resident for cost in units)
     return steps.micro_batches >= MANY_MICRO_BATCHES or small
+
+
+def _pace(steps: Steps) -> str:
+    return "" if steps.busiest is None else f", and host or link worked {steps.busiest:.0%} of a step"
 
 
 def _gib(nbytes: int) -> str:

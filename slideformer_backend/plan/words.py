@@ -25,7 +25,7 @@ def paragraph(plan: Plan) -> str:
         what = f"{gib(plan.activations)} of activations" if known else "activations, which the batch decides"
         sentences.append(
             f"GPU: {gib(ledger.device)} and {what}, of {gib(request.gpu_budget)}"
-            f"{_cap(request.choices.gpu_memory, 'gpu_memory')}; what stays free takes in units after two steps."
+            f"{_cap(request.choices.gpu_memory, 'gpu_memory')}; what stays free takes in units after three steps."
         )
     held = host_parts(ledger, ledger.host_gradients, plan.host_activations)
     sentences.append(f"Host: {gib(plan.host)} ({held}), of {gib(request.host_budget)} ({_host_limit(plan)}).")

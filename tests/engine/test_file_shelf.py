@@ -18,6 +18,7 @@ from slideformer_backend.api import attach
 from slideformer_backend.config import SlideFormerConfig
 from slideformer_backend.engine import spilling
 from slideformer_backend.engine.file_shelf import STAGES, DirectShelf
+from slideformer_backend.engine.residency import OBSERVED_STEPS
 from slideformer_backend.engine.unit import Unit
 from slideformer_backend.errors import ConfigError, StorageError
 from slideformer_backend.plan.placement import UnitCost, place
@@ -609,7 +610,7 @@ def test_auto_goes_to_files_only_where_the_host_is_full(device, folder, monkeypa
     settings = {"nvme_path": folder} if has_folder else {}
     model, engine, optimizer = managed(device, "auto", **settings)
     residency, batch = engine.residency, batches(device)[0]
-    for number in range(2):
+    for number in range(OBSERVED_STEPS):
         step(model, optimizer, batch, number)
     leaving = engine.boundaries.freeable(LAYERS)
     assert leaving == 3 * SIZE
@@ -618,13 +619,13 @@ def test_auto_goes_to_files_only_where_the_host_is_full(device, folder, monkeypa
     monkeypatch.setattr(residency, "_host_room", lambda: 2 * leaving if has_room else leaving)
     monkeypatch.setattr(residency, "_step_seconds", 1e6 if is_fast else 1e-9)
     monkeypatch.setattr(type(residency), "budget", property(lambda self: 1 << 40))
-    step(model, optimizer, batch, 2)
+    step(model, optimizer, batch, OBSERVED_STEPS)
     is_filed = has_folder and is_fast and not has_room
     assert residency.placement.activations == ("host" if has_room else "nvme" if is_filed else "gpu")
     assert bool(os.listdir(folder)) == is_filed
-    step(model, optimizer, batch, 3)
+    step(model, optimizer, batch, OBSERVED_STEPS + 1)
     assert (engine.boundaries.shelf.pool._created > 0) == (has_room or is_filed)
     assert isinstance(engine.sliding[0], Unit)
-    assert same(without_steps(device, range(4)), weights(model))
+    assert same(without_steps(device, range(OBSERVED_STEPS + 2)), weights(model))
     engine.detach()
     assert os.listdir(folder) == []
