@@ -258,6 +258,7 @@ class Backward:
     def _open_late(self, record: ParamRecord) -> None:
         """A gradient has arrived while its unit is closed: what only a second backward contributes goes through nodes
         of the forward (a transposed weight), which run after all of that backward."""
+        set_device_gradient(record, None)  # whatever follows, autograd must not add to it
         second = next((visit for visit in record.unit.visits if isinstance(visit, Second)), None)
         if second is None:
             unit = record.unit
@@ -272,7 +273,6 @@ class Backward:
                 " uses a sliding weight directly).",
                 remedy="compute such terms inside the block, or exclude this weight from the loss",
             )
-        set_device_gradient(record, None)
         self.open(second)
         self._apart.discard(id(record))  # that one is not in the sum of earlier ones yet
 

@@ -426,12 +426,13 @@ def test_a_penalty_on_sliding_weights_is_refused(device):
         optimizer = run.optimizer(torch.optim.AdamW, **ADAMW)
         ids = batch(0, device=run.device)
         loss = run.model.blocks[0].up.weight.square().sum().to(run.device) + language_loss(run.forward(ids), ids)
-        with pytest.raises(UnsupportedError, match="outside its block"):
-            run.backward(loss)
+        if run.is_managed:
+            with pytest.raises(UnsupportedError, match="outside its block"):
+                run.backward(loss)
         optimizer.zero_grad()
         steps(run, optimizer, 2, first=1)
 
-    run_managed(stack(), script, device)
+    check(stack(), script, device)  # nothing of it is left
 
 
 @each_policy
