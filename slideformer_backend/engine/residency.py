@@ -62,8 +62,10 @@ class Residency:
         self._worked: dict[str, float] = {}
         self._busiest: float | None = None
         self._activations: dict[int, int] = {}
-        self._before_backward: int | None = None
-        self._first_recompute = self._recomputed = 0
+        self._held: int | None = None
+        self._first_recompute = self._risen = 0
+        self._highest: tuple[int, int] | None = None
+        self._surplus: dict[int, int] = {}
 
     @property
     def budget(self) -> int:
@@ -102,14 +104,15 @@ class Residency:
                 unit.weights = self._memory.allocate(f"weights of {unit.name}", 0, dma=False)
 
     def before_recompute(self) -> int | None:
-        """Device bytes in use, while that is observed. The first recompute of a step also notes the peak before it: at
-        least what forward and loss held."""
+        """Device bytes in use, while that is observed. The first recompute of a step also notes by how much the peak so
+        far lies above them: at least what forward and loss held beside them."""
         device = self._backend.device
         if self._steps >= OBSERVED_STEPS or device.type != "cuda":
             return None
-        if self._before_backward is None:
-            self._before_backward = torch.cuda.max_memory_allocated(device)
-        return torch.cuda.memory_allocated(device)
+        held = torch.cuda.memory_allocated(device)
+        if self._held is None:
+            self._held, self._risen = held, torch.cuda.max_memory_allocated(device) - held
+        return held
 
     def observe_recompute(self, unit: Unit, before: int | None) -> None:
         """A recompute of ``unit`` left activations on the device, where ``before`` bytes were in use; each graph that
@@ -136,11 +139,25 @@ class Residency:
             self._note_peak(torch.cuda.max_memory_allocated(self._backend.device))
 
     def _note_peak(self, peak: int) -> None:
-        """Note the peak so far, and what of it a recompute holds: that of the step that last exceeded those before."""
+        """Note the peak so far, with what was held at the first recompute of the step that last exceeded those before,
+        and how large that was. What forward and loss of a step held beside is known to be no more than the peak until
+        then; of steps with the same tokens the least such bound counts, since later ones begin with what the first
+        update allocates and the allocator's peak only grows."""
+        if self._held is not None:
+            size = self._first_recompute
+            self._surplus[size] = min(self._risen, self._surplus.get(size, self._risen))
         if peak > self._peak:
-            rise = 0 if self._before_backward is None else peak - self._before_backward
-            self._peak, self._recomputed = peak, min(self._first_recompute, rise)
-        self._before_backward, self._first_recompute = None, 0
+            self._peak = peak
+            self._highest = None if self._held is None else (self._held, self._first_recompute)
+        self._held, self._first_recompute = None, 0
+
+    @property
+    def _recomputed(self) -> int:
+        """Device bytes of a recompute by which the peak lies above what its step held until its backward."""
+        if self._highest is None:
+            return 0
+        held, size = self._highest
+        return max(0, min(size, self._peak - held - self._surplus[size]))
 
     def _busiest_share(self, seconds: float) -> float | None:
         """Which share of a step, of so many seconds, the busiest of host and link has worked, if that is what it would

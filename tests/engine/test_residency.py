@@ -219,32 +219,42 @@ def test_where_the_gpu_is_waited_for_activations_come_before_units_that_need_not
 
 
 def test_what_a_recompute_adds_to_the_peak(monkeypatch):
-    """As the allocator's peak says it, which only grows: so much until the loss, 30 bytes of a recompute, and more."""
+    """As the allocator's peak says it, which only grows. Steps are: bytes held when the backward recomputes first, and
+    the peaks of the forward with its loss, and of the backward; a recompute takes 30 bytes."""
 
     def recomputed(*steps):
         backend = SimpleNamespace(device=torch.device("cuda"), busy=lambda: dict.fromkeys(LANES, 0.0))
         policy = SimpleNamespace(spill=SimpleNamespace(tier=None), is_clipping=False)
         residency = Residency(SlideFormerConfig(), backend, None, policy, None)
-        now = {"memory_allocated": 80, "max_memory_allocated": 0}
+        now = {"memory_allocated": 0, "max_memory_allocated": 0}
         for name in now:
             monkeypatch.setattr(torch.cuda, name, lambda device, name=name: now[name])
-        for loss, peak in steps:
-            now["max_memory_allocated"] = max(loss, now["max_memory_allocated"])
+        for held, loss, peak, *size in steps:
+            nbytes = size[0] if size else 30
+            now.update(memory_allocated=held, max_memory_allocated=max(loss, now["max_memory_allocated"]))
             for unit in (SimpleNamespace(index=number, visits=()) for number in (1, 0)):
                 before = residency.before_recompute()
-                now.update(memory_allocated=before + 30, max_memory_allocated=max(peak, now["max_memory_allocated"]))
+                now.update(
+                    memory_allocated=before + nbytes, max_memory_allocated=max(peak, now["max_memory_allocated"])
+                )
                 residency.observe_recompute(unit, before)
                 now["memory_allocated"] = before
             residency.after_step()
-        assert residency._activations == {0: 30, 1: 30}
+        assert set(residency._activations.values()) == {30}
         return residency._recomputed
 
-    assert recomputed((100, 140), (100, 140)) == 30
-    assert recomputed((100, 120), (100, 120)) == 20
-    assert recomputed((100, 90), (100, 90)) == 0  # the loss holds more than any backward
-    assert recomputed((100, 140), (150, 190)) == 30  # with states, which the first update made
-    assert recomputed((100, 140), (110, 150)) == 10  # what its loss held is not known, but no more than 140
-    assert recomputed((100, 140), (90, 120)) == 30  # a smaller batch
+    assert recomputed((80, 100, 140), (80, 100, 140)) == 30
+    assert recomputed((80, 100, 120), (80, 100, 120)) == 20
+    assert recomputed((80, 100, 90), (80, 100, 90)) == 0  # the loss holds more than any backward
+    assert recomputed((80, 100, 140), (130, 150, 190)) == 30  # with states, which the first update made
+    # states for less than a backward takes: what this loss held lies below the peak, but not above that of the first
+    assert recomputed((80, 100, 120), (90, 110, 130)) == 20
+    assert recomputed((80, 100, 140), (90, 110, 150), (90, 110, 150)) == 30
+    assert recomputed((80, 130, 140), (90, 140, 150)) == 10
+    # a smaller batch before it says nothing about the loss of a larger one, which holds no more than the peak so far
+    assert recomputed((80, 85, 100, 15), (90, 95, 150)) == 30
+    assert recomputed((80, 85, 120, 15), (90, 110, 130)) == 10
+    assert recomputed((80, 100, 140), (70, 90, 120, 15)) == 30  # nor does one after it
     residency = Residency(SlideFormerConfig(), SimpleNamespace(device=torch.device("cpu")), None, None, None)
     assert residency.before_recompute() is None
 
