@@ -10,15 +10,15 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from functools import partial
 
 import torch
 
 from ..errors import StaleGraphError, UnsupportedError
-from ..transfer import Backend, copy
+from ..transfer import Backend
 from .edges import Edges, device_gradient, set_device_gradient
+from .gradients import Gradients
 from .policy import UpdatePolicy
-from .unit import ONE, ParamRecord, Unit
+from .unit import ParamRecord, Unit
 from .visit import OpenHook, Second, Visit
 from .window import GradientSlot, Window
 
@@ -65,8 +65,7 @@ class Backward:
         self.edges = edges
         self.count = 0
         """Backward passes since the last ``step()``."""
-        self.measures_slots = backend.device.type == "cuda"
-        """Whether norms are taken in the device slot, before the gradient is on the host."""
+        self.gradients = Gradients(backend, window, policy)
         self._lease = lease
         self._expects_step = expects_step
         self._task = -1
@@ -148,9 +147,9 @@ class Backward:
             again.begin_again(self._task)
         self._lease(unit, visit.is_wide)
         if unit.layout.gradient_bytes:
-            unit.gradient_slot = self.window.take_gradient_slot(unit)
-            if unit.gradient is not None and unit.with_gradient:
-                self._send_pending(unit)
+            self.gradients.begin(unit)
+            if unit.gradient is not None and unit.gradient_slot is not None:
+                self._show_pending(unit, unit.gradient_slot)
         self.backend.begin("backward", unit.name)
 
     def reach(self, visit: Visit, gradient: torch.Tensor | None) -> torch.Tensor | None:
@@ -213,7 +212,7 @@ class Backward:
             record.parameter.grad = None
         self.backend.end("backward", unit.name)
         self.window.release(unit)
-        self._send_gradient(unit)
+        self.gradients.end(unit, is_last=self.is_last)
 
     def accumulated(self, record: ParamRecord) -> None:
         """Post-accumulate hook of a sliding parameter: its gradient goes to the gradient slot."""
@@ -306,27 +305,8 @@ class Backward:
     def _end(self) -> None:
         self.finish()
 
-    def _send_pending(self, unit: Unit) -> None:
+    def _show_pending(self, unit: Unit, slot: GradientSlot) -> None:
         # DESIGN 4.4: autograd adds to the gradient of earlier micro-batches, in the parameter's dtype
-        if any(record.coefficient != ONE for record in unit.with_gradient):
-            self.policy.apply_coefficients(unit)
-        buffer, slot = unit.gradient, unit.gradient_slot
-        if buffer is None or slot is None:
-            return
-        size = unit.layout.gradient_bytes
-        source, target = buffer.slab.flat[:size], slot.flat[:size]
-        buffer.sent = self.backend.h2d.submit(
-            f"pending gradient of {unit.name} to the device",
-            partial(copy, target, source),
-            after={
-                "h2d after gradient filled": buffer.filled,
-                "h2d after gradient scaled": unit.updated,
-                "h2d after gradient slot leased": self.backend.mark("lease of a gradient slot"),
-            },
-            reads=(buffer.slab,),
-            writes=(slot,),
-        )
-        self.backend.order("compute after pending gradient", buffer.sent)
         for record in unit.with_gradient:
             if record.spec.dtype == record.parameter.dtype:
                 view = record.gradient_view(slot.flat)
@@ -334,47 +314,6 @@ class Backward:
                 if is_apart:
                     self._apart.add(id(record))
                 record.parameter.grad = view.clone() if is_apart else view
-
-    def _measure_slot(self, unit: Unit, slot: GradientSlot) -> None:
-        # a device reads the slot at its own bandwidth; the host would spend a tenth of an update on it
-        pairs = [(record, record.gradient_view(slot.flat).reshape(-1)) for record in unit.with_gradient]
-        self.policy.norms.on_device(unit, pairs)
-
-    def _send_gradient(self, unit: Unit) -> None:
-        slot, unit.gradient_slot = unit.gradient_slot, None
-        if slot is None:
-            return
-        arrived, unit.arrived = unit.arrived, set()
-        if not arrived:
-            slot.drained = unit.gradient.sent if unit.gradient is not None else None
-            self.window.give_gradient_slot(unit, slot)
-            return
-        for record in unit.trainable:
-            if id(record) in arrived:
-                record.has_gradient, record.square_sum = True, None
-        if self.measures_slots:
-            self._measure_slot(unit, slot)
-        buffer = self.policy.target_buffer(unit)
-        size = unit.layout.gradient_bytes
-        source, target = slot.flat[:size], buffer.slab.flat[:size]
-        slot.drained = buffer.filled = self.backend.d2h.submit(
-            f"gradient of {unit.name} to the host",
-            partial(copy, target, source),
-            after={
-                "d2h after compute": self.backend.mark(f"backward of {unit.name}"),
-                "d2h after gradient buffer drained": buffer.drained,
-                "d2h after norm": unit.measured if buffer is unit.gradient else None,
-                "d2h after update": unit.updated if buffer is unit.gradient else None,
-            },
-            reads=(slot,),
-            writes=(buffer.slab,),
-        )
-        self.window.give_gradient_slot(unit, slot)
-        self.policy.replace_gradient(unit, buffer)
-        if not self.measures_slots:
-            self.policy.measure(unit)
-        is_last = self.is_last and all(visit.is_done for visit in unit.visits)
-        self.policy.arrive(unit, is_last=is_last)
 
 
 def _has_other_hooks(parameter: torch.Tensor) -> bool:

@@ -352,6 +352,7 @@ class Engine:
         for unit in [unit for unit in self.sliding if unit.index in chosen]:
             self.move_to_device(unit)
         self.window.grow(self.sliding, placement.slots)
+        self.window.grow_gradients(self.sliding, placement.gradients)
 
     def move_to_device(self, unit: Unit) -> None:
         """Make a sliding unit resident: weights, states, updates on the device. Training goes on bit for bit."""

@@ -177,7 +177,11 @@ class Residency:
     def decide(self, sliding: list[Unit], boundaries: Boundaries, micro_batches: int) -> Placement:
         """Choose what moves, from what the first steps have shown."""
         budget, slot = self.budget, self._window.weight_slot_bytes
-        costs = [UnitCost(u.index, _resident_bytes(u), self._activations.get(u.index, 0), slot(u)) for u in sliding]
+        gradient = self._window.gradient_slot_bytes
+        costs = [
+            UnitCost(u.index, _resident_bytes(u), self._activations.get(u.index, 0), slot(u), gradient(u))
+            for u in sliding
+        ]
         spare = spare_device_bytes(budget, self._peak)
         leaving = boundaries.freeable(len(costs))
         away: Away = "host" if leaving <= self._host_room() // 2 else "nvme"

@@ -45,11 +45,13 @@ class WeightSlot(Tracked):
 
 
 class GradientSlot(Tracked):
-    """A flat device buffer for one unit's gradient; ``drained`` is the transfer that took its last content away."""
+    """A flat device buffer for one unit's gradient; ``drained`` is the transfer that took its last content away.
+    ``holds``: the host does not have what earlier micro-batches left in it."""
 
     def __init__(self, name: str, flat: torch.Tensor) -> None:
         super().__init__(name, flat)
         self.drained: Ticket | None = None
+        self.holds = False
 
 
 class Window:
@@ -77,6 +79,7 @@ class Window:
         self._weight_slots: dict[int, list[WeightSlot]] = {size: [] for size in set(self._weight_class.values())}
         sizes = {self.gradient_class(unit) for unit in sliding if unit.layout.gradient_bytes}
         self._gradient_slots: dict[int, list[GradientSlot]] = {size: [] for size in sizes}
+        self._gradient_slot_bytes = 0
         self._turn = itertools.count(1)
         for size in self._weight_slots:
             self._weight_slots[size] = self._new_weight_slots(size, sliding)
@@ -86,8 +89,8 @@ class Window:
     @property
     def device_bytes(self) -> int:
         """Bytes of all slots."""
-        slots = itertools.chain(*self._weight_slots.values(), *self._gradient_slots.values())
-        return sum(slot.flat.numel() for slot in slots)
+        slots = itertools.chain(*self._weight_slots.values())
+        return sum(slot.flat.numel() for slot in slots) + self._gradient_slot_bytes
 
     def gradient_class(self, unit: Unit) -> int:
         """Size in bytes of the buffers that hold this unit's gradient."""
@@ -109,6 +112,7 @@ class Window:
         needed = {self.gradient_class(unit) for unit in sliding if unit.layout.gradient_bytes}
         for size in self._gradient_slots.keys() - needed:
             for slot in self._gradient_slots.pop(size):
+                self._gradient_slot_bytes -= size
                 self.backend.order("compute after gradient slot drained", slot.drained)  # which gets this memory next
                 self.backend.touch(f"end of {slot.name}", writes=(slot,))
         for size in needed - self._gradient_slots.keys():
@@ -222,6 +226,19 @@ class Window:
             slots.extend(self._new_weight_slot(size) for _ in range(added))
             count -= added
 
+    def grow_gradients(self, units: Iterable[Unit], count: int) -> None:
+        """``count`` gradient slots more, though no more than ``units``, which still slide, can fill: gradients wait in
+        them for the next micro-batch. To be called while no gradient is pending."""
+        for size, members in Counter(self.gradient_class(unit) for unit in units if unit.trainable).most_common():
+            slots = self._gradient_slots[size]
+            added = min(count, max(0, members + self.GRADIENT_SLOTS - len(slots)))
+            slots.extend(self._new_gradient_slot(size) for _ in range(added))
+            count -= added
+
+    def gradient_slot_bytes(self, unit: Unit) -> int:
+        """What a gradient slot for ``unit`` takes on the device."""
+        return self.gradient_class(unit) if unit.layout.gradient_bytes else 0
+
     def weight_slots(self, unit: Unit) -> int:
         """How many slots units like this one share."""
         return len(self._weight_slots[self._weight_class[unit.layout.weight_bytes]])
@@ -246,8 +263,13 @@ class Window:
             monitor.spoil(slot)
         return slot
 
+    def has_spare_gradient_slots(self, unit: Unit) -> bool:
+        """Whether the slot of ``unit`` may keep its content: enough others are free for gradients on their way."""
+        return len(self._gradient_slots[self.gradient_class(unit)]) >= self.GRADIENT_SLOTS
+
     def give_gradient_slot(self, unit: Unit, slot: GradientSlot) -> None:
         """Return a slot whose content is gone once ``slot.drained`` has passed."""
+        slot.holds = False
         self._gradient_slots[self.gradient_class(unit)].append(slot)
 
     def _victim(self, unit: Unit) -> WeightSlot:
@@ -287,6 +309,7 @@ class Window:
 
     def _new_gradient_slot(self, size: int) -> GradientSlot:
         flat = torch.zeros(size, dtype=torch.uint8, device=self.backend.device)
+        self._gradient_slot_bytes += size
         return GradientSlot(f"gradient slot {next(self._turn)}", flat)
 
 

@@ -36,7 +36,8 @@ class Terms:
         accumulates: whether a step has several micro-batches; ``immediate`` then keeps one gradient per unit too.
         moments: fp32 arrays of the optimizer beside the master; ``moment_bytes``: bytes of one of their elements.
         prefetch: units fetched ahead.
-        slots: weight slots beside those of the window, in which weights stay until they change.
+        slots: weight slots beside those of the window, in which weights stay until they change; ``gradients``: gradient
+            slots beside those, in which gradients wait for the next micro-batch.
         spares: gradient buffers in flight beyond the kept ones, per size class.
         edges_update_on_device: whether edge units keep their states on the device, and nothing on the host.
         resident: numbers of sliding units that moved to the device.
@@ -52,6 +53,7 @@ class Terms:
     moment_bytes: float = 4.0
     prefetch: int = 2
     slots: int = 0
+    gradients: int = 0
     spares: int = LEAST_SPARES
     edges_update_on_device: bool = False
     resident: frozenset[int] = frozenset()
@@ -166,7 +168,8 @@ def slot_bytes(parts: Partition, terms: Terms) -> int:
     layouts = [part.layout for part in parts.sliding]
     weights = size_classes(layout.weight_bytes for layout in layouts)
     gradients = _gradient_classes(parts)
-    total = sum({gradients[layout.gradient_bytes] for layout in layouts if layout.gradient_bytes}) * GRADIENT_SLOTS
+    sizes = {gradients[layout.gradient_bytes] for layout in layouts if layout.gradient_bytes}
+    total = sum(sizes) * GRADIENT_SLOTS + max(sizes, default=0) * terms.gradients
     for size in set(weights.values()):
         members = sum(weights[layout.weight_bytes] == size for layout in layouts)
         total += size * min(terms.prefetch + 2, members)

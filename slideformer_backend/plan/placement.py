@@ -42,13 +42,14 @@ class UnitCost(NamedTuple):
     """What moving one sliding unit to the device takes, in bytes.
 
     ``resident``: weights, gradient, master and moments. ``activations``: what its forward saves when nothing is
-    recomputed, beyond its input; 0 when unknown. ``slot``: a weight slot.
+    recomputed, beyond its input; 0 when unknown. ``slot``: a weight slot; ``gradient``: a gradient slot.
     """
 
     unit: int
     resident: int
     activations: int
     slot: int = 0
+    gradient: int = 0
 
 
 class Steps(NamedTuple):
@@ -65,13 +66,14 @@ class Steps(NamedTuple):
 
 class Placement(NamedTuple):
     """The decision: units to move to the device, units of those that skip recompute, where the inputs of units wait for
-    the backward, weight slots to add to the window's, and why, in one paragraph."""
+    the backward, weight slots to add to the window's, and why, in one paragraph; gradient slots to add."""
 
     resident: tuple[int, ...]
     kept_activations: tuple[int, ...]
     activations: Where
     slots: int
     reason: str
+    gradients: int = 0
 
 
 def place(
@@ -103,8 +105,9 @@ def place(
     activations live shortest.
 
     A step of several micro-batches sends weights twice in each and updates them once, so that there slots for all
-    come first: they take an eighth of the memory that moving units takes. It recomputes in each, too: with many, or
-    with small ones, skipping that comes next.
+    come first: they take an eighth of the memory that moving units takes. Its gradients go to the host and back for
+    each further micro-batch: where that is what it waits for, gradient slots come next, in which they stay; else they
+    come last. It recomputes in each, too: with many, or with small ones, skipping that comes next.
     """
     if activations != "auto":
         where: Where = activations
@@ -126,20 +129,24 @@ def place(
         reason += f", inputs of units wait for the backward {'in host memory' if where == 'host' else 'on NVMe'}"
     if filled.slots:
         reason += f", {filled.slots} more weight slots let weights stay until they change"
+    if filled.gradients:
+        reason += f", {filled.gradients} more gradient slots let gradients wait for the next micro-batch"
     if kept:
         reason += f", {len(kept)} units keep their activations and skip recompute"
-    return Placement(tuple(resident), tuple(kept), where, filled.slots, f"{reason}; {_gib(filled.left)} GiB stay free.")
+    reason += f"; {_gib(filled.left)} GiB stay free."
+    return Placement(tuple(resident), tuple(kept), where, filled.slots, reason, filled.gradients)
 
 
 class _Filling:
-    """Device memory as it is given out: units from the front that move, weight slots added for the others, units from
-    the back that skip recompute, and bytes left."""
+    """Device memory as it is given out: units from the front that move, weight and gradient slots added for the others,
+    units from the back that skip recompute, and bytes left."""
 
     def __init__(self, units: Sequence[UnitCost], spare_bytes: int, steps: Steps) -> None:
-        self.moved = self.slots = self.kept = 0
+        self.moved = self.slots = self.gradients = self.kept = 0
         self.left = max(0, spare_bytes)
         self._units = units
         self._slot = max((cost.slot for cost in units), default=0)
+        self._gradient = max((cost.gradient for cost in units), default=0)
         self._own = steps.slots
         self._recomputed = steps.recomputed
 
@@ -155,15 +162,25 @@ class _Filling:
             self.slots += more
             self.left -= more * self._slot
 
+    def add_gradients(self) -> None:
+        """As many gradient slots as units that slide could leave their gradients in."""
+        if self._gradient:
+            more = min(len(self._units) - self.moved - self.gradients, self.left // self._gradient)
+            self.gradients += more
+            self.left -= more * self._gradient
+
     def move(self, most: int) -> None:
         """Up to ``most`` units in all."""
         for cost in self._units[self.moved : most]:
-            needless = bool(self.slots) and self.slots == len(self._units) - self.moved - self._own
-            freed = self._slot if needless else 0  # a unit that moves needs no slot
+            sliding = len(self._units) - self.moved
+            needless = bool(self.slots) and self.slots == sliding - self._own
+            empty = bool(self.gradients) and self.gradients == sliding
+            freed = needless * self._slot + empty * self._gradient  # a unit that moves needs no slots
             if cost.resident > self.left + freed:
                 break
             self.left -= cost.resident - freed
             self.slots -= needless
+            self.gradients -= empty
             self.moved += 1
 
     def keep(self, most: int) -> None:
@@ -187,6 +204,8 @@ def _fill(units: Sequence[UnitCost], spare_bytes: int, recompute: Literal["auto"
         filling.add_slots()
         if filling.lacking:
             return filling
+        if (steps.busiest or math.inf) > WAITED_SHARE:
+            filling.add_gradients()
     if may_keep and repeats and _keep_first(units, steps):
         filling.keep(count)
     if may_keep and _enough(units, steps) < count:
@@ -200,6 +219,8 @@ def _fill(units: Sequence[UnitCost], spare_bytes: int, recompute: Literal["auto"
     filling.add_slots()
     if may_keep and not filling.lacking:
         filling.keep(count)
+    if repeats:
+        filling.add_gradients()
     return filling
 
 
@@ -220,7 +241,8 @@ def _worth(filling: _Filling, units: Sequence[UnitCost], steps: Steps) -> tuple[
     recompute where it is not what a step waits for."""
     enough = _enough(units, steps)
     kept = filling.kept if enough < len(units) else 0
-    return min(filling.moved, enough), kept, filling.moved, filling.slots if steps.micro_batches > 1 else 0
+    slots = filling.slots + filling.gradients if steps.micro_batches > 1 else 0
+    return min(filling.moved, enough), kept, filling.moved, slots
 
 
 def _keep_first(units: Sequence[UnitCost], steps: Steps) -> bool:

@@ -324,7 +324,7 @@ def _with_residents(request: Request, terms: Terms) -> tuple[Terms, Placement]:
     moved = frozenset(placed.resident)
     # the host memory of a unit that moved is worth one gradient buffer more in flight
     spares = terms.spares + len(moved)
-    return replace(terms, resident=moved, slots=placed.slots, spares=spares), placed
+    return replace(terms, resident=moved, slots=placed.slots, gradients=placed.gradients, spares=spares), placed
 
 
 def _busiest(request: Request, terms: Terms) -> float | None:
@@ -336,8 +336,15 @@ def _busiest(request: Request, terms: Terms) -> float | None:
 def _costs(request: Request) -> Sequence[UnitCost]:
     moments = request.choices.moments
     slots = size_classes(part.layout.weight_bytes for part in request.parts.sliding)
+    gradients = size_classes(part.layout.gradient_bytes for part in request.parts.sliding)
     return [
-        UnitCost(number, resident_bytes(part.specs, moments), unit.saved, slots[part.layout.weight_bytes])
+        UnitCost(
+            number,
+            resident_bytes(part.specs, moments),
+            unit.saved,
+            slots[part.layout.weight_bytes],
+            gradients[part.layout.gradient_bytes],
+        )
         for number, (part, unit) in enumerate(zip(request.parts.sliding, request.activity, strict=True))
     ]
 

@@ -63,16 +63,17 @@ def step_time(
     weights = sum(part.layout.weight_bytes for part in sliding)
     gradients = sum(part.layout.gradient_bytes for part in on_host)
     held = sum(sorted((part.layout.weight_bytes for part in sliding), reverse=True)[: terms.prefetch + 2 + terms.slots])
+    waiting = sum(sorted((part.layout.gradient_bytes for part in sliding), reverse=True)[: terms.gradients])
     count = work.micro_batches
     states = sum(spillable_bytes(part, terms) for part in spilled)
     amounts = {
         "compute": ((3 * forward + again) * count, rates.get("gemm", 0.0) * GEMM_SHARE),
         # all of it after an update; before each backward and each further forward what is not in its slot any more
         "h2d": (
-            weights + (2 * count - 1) * (weights - held) + (count - 1) * gradients + count * work.leaving,
+            weights + (2 * count - 1) * (weights - held) + (count - 1) * (gradients - waiting) + count * work.leaving,
             rates.get("h2d", 0.0),
         ),
-        "d2h": (count * (gradients + work.leaving), rates.get("d2h", 0.0)),
+        "d2h": (count * (gradients + work.leaving) - (count - 1) * waiting, rates.get("d2h", 0.0)),
         "host": (sum(update_bytes(part, terms) for part in on_host), rates.get("host", 0.0) * HOST_SHARE),
     }
     resources: dict[str, float] = {}

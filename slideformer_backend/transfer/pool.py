@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import time
 import weakref
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -15,27 +15,55 @@ LETTING_GO = 0.2
 """Seconds."""
 
 
+class Content(Protocol):
+    """What belongs into a buffer."""
+
+    def write(self) -> Ticket:
+        """Start writing it; what the ticket says is over when it is there."""
+
+
 class GradientBuffer:
     """A flat host buffer for one unit's gradient.
 
     Attributes:
         slab: the memory.
         drained: the operation after which its content may be overwritten.
-        filled: the operation after which its content may be read.
         sent: the last transfer that read it (an accumulated gradient on its way back to the device).
         handles: gradient tensors that were shown to user code and may still be held by it.
         is_aliased: user code holds memory of this buffer that no handle covers; it is never recycled.
     """
 
-    __slots__ = ("drained", "filled", "handles", "is_aliased", "sent", "slab")
+    __slots__ = ("_content", "_filled", "drained", "handles", "is_aliased", "sent", "slab")
 
     def __init__(self, slab: Slab) -> None:
         self.slab = slab
         self.drained: Ticket | None = None
-        self.filled: Ticket | None = None
+        self._filled: Ticket | None = None
+        self._content: Content | None = None
         self.sent: Ticket | None = None
         self.handles: dict[int, weakref.ref[Any]] = {}
         self.is_aliased = False
+
+    @property
+    def filled(self) -> Ticket | None:
+        """The operation after which its content may be read. A content that is elsewhere comes over now."""
+        content = self.take_back()
+        if content is not None:
+            self._filled = content.write()
+        return self._filled
+
+    @filled.setter
+    def filled(self, ticket: Ticket | None) -> None:
+        self._filled = ticket
+
+    def defer(self, content: Content) -> None:
+        """Its content is elsewhere, and comes when somebody asks for it."""
+        self._content = content
+
+    def take_back(self) -> Content | None:
+        """A content that is elsewhere, which will not come by itself any more."""
+        content, self._content = self._content, None
+        return content
 
     def is_held(self) -> bool:
         """Whether user code may still look at this buffer."""

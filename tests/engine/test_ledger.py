@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -59,4 +61,6 @@ def test_slabs_are_those_of_the_ledger(update, dtype, autocast, optimizer, accum
     assert ledger.host - ledger.host_gradients <= held <= 1.05 * ledger.host
     if update == "exact":
         assert held >= 0.95 * ledger.host_least
+    engine.window.grow_gradients(engine.sliding, 2)
+    assert ledger_of(parts, replace(terms, gradients=2)).device_slots == engine.window.device_bytes
     engine.detach()

@@ -173,6 +173,23 @@ def test_with_several_micro_batches_slots_for_all_come_first():
     assert place(units, 7, steps=Steps(slots=2), boundaries=1).activations == "gpu"  # it would take in no unit
 
 
+def test_gradients_that_are_waited_for_get_slots_before_units_move():
+    units = [UnitCost(number, 10, 4, 2, 2) for number in range(6)]
+
+    def placed(spare, busiest=None, **more):
+        found = place(units, spare, steps=Steps(4, 2, busiest), **more)
+        return found.resident, found.kept_activations, found.slots, found.gradients
+
+    assert placed(9) == ((), (), 4, 0)  # first no weights are sent twice
+    assert placed(14) == placed(14, 0.9) == ((), (), 4, 3)
+    assert placed(14, 0.5) == ((), (5,), 4, 1)  # the GPU is waited for
+    assert placed(30) == ((0,), (5,), 3, 5)  # a unit that moves needs no slot of either kind
+    assert placed(600) == ((*range(6),), (5, 4, 3, 2, 1, 0), 0, 0)
+    assert place(units, 14, steps=Steps(1, 2)).gradients == 0
+    assert "3 more gradient slots" in place(units, 14, steps=Steps(4, 2)).reason
+    assert place(units, 14, steps=Steps(4, 2), boundaries=2)[2] == "host"
+
+
 def test_recompute_is_skipped_once_every_unit_has_a_slot():
     units = [UnitCost(number, 10, 4, 2) for number in range(6)]
     assert place(units, 15, steps=Steps(4, 2)).kept_activations == (5,)

@@ -52,6 +52,19 @@ def test_3b_on_the_whole_gpu_is_what_was_measured(request_for, machine):
     assert plan.time.tokens_per_second == pytest.approx(29_300, rel=0.15)
 
 
+def test_between_small_micro_batches_nothing_moves(request_for):
+    """Weights come once per step and gradients go once, as far as the device has slots for them."""
+    plan = make_plan(request_for("llama-3b", 2, accumulate=16))
+    layers = plan.request.parts.sliding
+    assert plan.terms.gradients == len(layers) == 28
+    rates, resources = plan.request.machine.rates, plan.time.resources
+    weights, gradients = (sum(getattr(part.layout, name) for part in layers) for name in
+                          ("weight_bytes", "gradient_bytes"))  # fmt: skip
+    assert resources["h2d"] == pytest.approx(weights / rates["h2d"])
+    assert resources["d2h"] == pytest.approx(gradients / rates["d2h"])
+    assert make_plan(request_for("llama-3b", 32)).terms.gradients == 0
+
+
 def test_small_batches_wait_for_the_cpu(request_for):
     """8 sequences at 24 GiB: 8.67k tokens/s were measured with an earlier engine that had 7 layers on the device."""
     plan = make_plan(request_for("llama-3b", 8))

@@ -114,7 +114,7 @@ class EngineSide(Side):
             autocast_dtype=torch.bfloat16 if kind == AUTOCAST else None,
             monitor=monitor,
         )
-        self.engine.backward.measures_slots = seed % 2 == 1  # as on a CUDA device
+        self.engine.backward.gradients.measures_slots = seed % 2 == 1  # as on a CUDA device
         if isinstance(self.engine.policy, RedoLog) and seed % 3:
             self.engine.policy.deferred = seed % 3 - 1  # none or one, where all would be put off at first
         boundaries = self.engine.boundaries
@@ -123,6 +123,8 @@ class EngineSide(Side):
             kept = tuple(unit.index for unit in self.engine.sliding[-1 if seed % 2 else 0 :])
             self.engine.window.grow(self.engine.sliding, len(kept))
             self.engine.residency.placement = Placement((), kept, "gpu", len(kept), "")
+        if seed % 8 in (2, 5, 6):  # gradients of earlier micro-batches wait on the device, or that of one unit does
+            self.engine.window.grow_gradients(self.engine.sliding, 1 if seed % 8 == 5 else len(self.engine.sliding))
         for optimizer in self.optimizers:
             self.engine.bind(optimizer)
 
