@@ -6,8 +6,9 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import get_args
 
 import torch
 import yaml
@@ -18,7 +19,7 @@ from slideformer_backend.benchmarks.harness.plot import draw
 from slideformer_backend.benchmarks.harness.reach import ROWS, TOY, Row, jobs_of
 from slideformer_backend.benchmarks.harness.report import make_report, markdown, print_tables
 from slideformer_backend.benchmarks.harness.shapes import SHAPES
-from slideformer_backend.benchmarks.harness.spec import CONTENDERS, Result
+from slideformer_backend.benchmarks.harness.spec import CONTENDERS, Clip, Result
 
 
 def parser() -> argparse.ArgumentParser:
@@ -98,6 +99,19 @@ def rows_of(options: argparse.Namespace) -> list[Row]:
     return [known[name] for name in names]
 
 
+def _names(text: str, known: Iterable[str], what: str) -> list[str]:
+    """Comma-separated names.
+
+    Raises:
+        SystemExit: one that is not known.
+    """
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        sys.exit(f"slideformer bench: no {what} {unknown[0]!r}; there are {', '.join(known)}")
+    return names
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run and report. The exit status is 1 when one of our own configurations has no result."""
     options = parser().parse_args(arguments)
@@ -122,8 +136,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "learning_rate": options.learning_rate,
         }
         overrides = {key: yaml.safe_load(value) for key, _, value in (item.partition("=") for item in options.set)}
-        wanted = [name for name in options.contenders.split(",") if name]
-        clips = [clip for clip in options.clips.split(",") if clip]
+        wanted = _names(options.contenders, CONTENDERS, "contender")
+        clips = _names(options.clips, get_args(Clip), "clip")
         driver = Driver(
             Options(
                 out=options.out,

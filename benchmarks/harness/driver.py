@@ -96,13 +96,18 @@ class Driver:
                 results, seen = self._one(job, number, reserve=CHECK_TIME * len(pending))
                 if seen is not None:
                     pending.append(_Pending(job, seen, results))
+                else:
+                    self._note(results)
                 self.run.results += results
             self._verify(pending)
-            for result in self.run.results:
-                if result.round == number:
-                    self._append({"result": result_to_dict(result)})
+            for waiting in pending:
+                self._note(waiting.results)
         self._scratch.cleanup()
         return self.run
+
+    def _note(self, results: Sequence[Result]) -> None:
+        for result in results:
+            self._append({"result": result_to_dict(result)})
 
     def _one(self, job: Job, number: int, *, reserve: float) -> tuple[list[Result], dict[str, Any] | None]:
         earlier = self._earlier(job, number)

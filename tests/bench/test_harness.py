@@ -81,6 +81,11 @@ class TestJobs:
         with pytest.raises(SystemExit, match="no row '3b-31'"):
             main(["--rows", "3b-31"])
 
+    @pytest.mark.parametrize(("option", "what"), [("--contenders", "contender 'zero4'"), ("--clips", "clip 'zero4'")])
+    def test_an_unknown_name_is_refused_before_anything_runs(self, option, what):
+        with pytest.raises(SystemExit, match=f"no {what}; there are "):
+            main(["--rows", "toy", "--no-limits", option, "off,zero4" if option == "--clips" else "ours,zero4"])
+
 
 def job(**changes):
     return Job(**{**COMMON, "contender": "ours", "shape": "toy", "loads": (LOAD,), **changes})
