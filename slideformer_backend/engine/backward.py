@@ -233,7 +233,7 @@ class Backward:
                 f"backward(create_graph=True) would leave the gradient of {record.name} on the device, with a graph.",
                 remedy="take such gradients with torch.autograd.grad(..., create_graph=True)",
             )
-        view = record.gradient_view(slot.flat)
+        view = slot.view(record)
         self.backend.touch(f"gradient of {unit.name}", writes=(slot,))
         with torch.no_grad():
             if gradient.data_ptr() == view.data_ptr():
@@ -285,7 +285,7 @@ class Backward:
         elif unit.gradient_slot is not None:
             self.backend.touch(f"gradient of {unit.name}", writes=(unit.gradient_slot,))
             with torch.no_grad():
-                record.gradient_view(unit.gradient_slot.flat).copy_(gradient)
+                unit.gradient_slot.view(record).copy_(gradient)
 
     def finish(self) -> None:
         """Close what is still open and send the gradients of edge units; after an exception too."""
@@ -309,7 +309,7 @@ class Backward:
         # DESIGN 4.4: autograd adds to the gradient of earlier micro-batches, in the parameter's dtype
         for record in unit.with_gradient:
             if record.spec.dtype == record.parameter.dtype:
-                view = record.gradient_view(slot.flat)
+                view = slot.view(record)
                 is_apart = _has_other_hooks(record.parameter)
                 if is_apart:
                     self._apart.add(id(record))

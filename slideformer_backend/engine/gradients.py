@@ -127,5 +127,5 @@ class Gradients:
 
     def _measure(self, unit: Unit, slot: GradientSlot) -> None:
         # a device reads the slot at its own bandwidth; the host would spend a tenth of an update on it
-        pairs = [(record, record.gradient_view(slot.flat).reshape(-1)) for record in unit.with_gradient]
+        pairs = [(record, slot.view(record).reshape(-1)) for record in unit.with_gradient]
         self._policy.norms.on_device(unit, pairs)

@@ -63,7 +63,7 @@ class WidePostHook(_Wide):
         if engine is None or record is None or slot is None or parameter.dtype == record.spec.dtype:
             self.hook(parameter)
             return
-        view = record.gradient_view(slot.flat)
+        view = slot.view(record)
         with torch.no_grad():
             is_there = id(record) in record.unit.arrived  # a hook before this one may have dropped it
             left = self._shown(engine, record, view.clone() if is_there else None)

@@ -52,6 +52,15 @@ class GradientSlot(Tracked):
         super().__init__(name, flat)
         self.drained: Ticket | None = None
         self.holds = False
+        self._views: dict[tuple[int, torch.dtype, torch.Size], torch.Tensor] = {}
+
+    def view(self, record: ParamRecord) -> torch.Tensor:
+        """The parameter's part of the slot; made once, as for weights."""
+        key = record.place.gradient, record.spec.dtype, record.spec.shape
+        found = self._views.get(key)
+        if found is None:
+            found = self._views[key] = record.gradient_view(self.flat)
+        return found
 
 
 class Window:
