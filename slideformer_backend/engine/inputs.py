@@ -95,10 +95,9 @@ class Inputs:
             now = _values(copied)
             if len(now) == len(given) and all(map(is_, now, given)):
                 continue
-            # of an output every tensor comes from the unit; elsewhere the caller's stay what they were
-            own = {} if output is copied else self._originals
+            own = self._originals
             if isinstance(copied, dict):
-                entries: Any = {key: own.get(id(value), value) for key, value in copied.items()}
+                entries = {key: own.get(id(value), value) for key, value in copied.items()}
                 original.clear()
                 original.update(entries)
             else:
