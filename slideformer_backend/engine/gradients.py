@@ -48,7 +48,9 @@ class Gradients:
             return
         if any(record.coefficient != ONE for record in unit.with_gradient):
             self._policy.apply_coefficients(unit)
-        waiting = unit.gradient.take_back() if unit.gradient is not unit.logged else None
+        # a tensor that the script holds may be looked at during the backward too
+        stays = unit.gradient is not unit.logged and not unit.gradient.is_held()
+        waiting = unit.gradient.take_back() if stays else None
         if isinstance(waiting, Waiting):
             unit.gradient_slot = waiting.slot
             self._backend.touch(f"pending gradient of {unit.name}", reads=(waiting.slot,))
@@ -90,8 +92,7 @@ class Gradients:
             if id(record) in arrived:
                 record.has_gradient, record.square_sum = True, None
         buffer = self._policy.target_buffer(unit)
-        # whoever has the memory itself of a gradient does not ask
-        waits = not is_last and not buffer.is_aliased and self._window.has_spare_gradient_slots(unit)
+        waits = not is_last and not buffer.is_held() and self._window.has_spare_gradient_slots(unit)
         if self.measures_slots and not waits:
             self._measure(unit, slot)
         size = unit.layout.gradient_bytes

@@ -172,6 +172,32 @@ def test_memory_that_the_script_holds(device):
     check(llama(), script, device)
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_tensor_that_is_looked_at_in_a_backward(device, first):
+    """By a hook, before this micro-batch is added."""
+
+    def script(run):
+        weight, held = run.model.model.layers[1].mlp.up_proj.weight, []
+        optimizer = run.optimizer(torch.optim.AdamW, **ADAMW)
+        grown(run)
+
+        def look(gradient):
+            run.see("own", weight.grad)
+            for tensor in held:
+                run.see("held", tensor)
+
+        weight.register_hook(look)
+        for step in range(2):
+            for number in range(4):
+                micro(run, 4 * step + number, is_last=number == 3)
+                if number == first:
+                    held.append(weight.grad)
+            finished(run, optimizer)
+            held.clear()
+
+    check(llama(), script, device)
+
+
 def test_a_tensor_that_the_script_holds(device):
     def script(run):
         optimizer = run.optimizer(torch.optim.AdamW, **ADAMW)
