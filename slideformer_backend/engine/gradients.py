@@ -84,7 +84,7 @@ class Gradients:
         if slot is None:
             return
         arrived, unit.arrived = unit.arrived, set()
-        if not arrived and not slot.holds:
+        if not arrived and not (slot.holds and unit.with_gradient):  # hooks may drop what earlier micro-batches left
             slot.drained = unit.gradient.sent if unit.gradient is not None else None
             self._window.give_gradient_slot(unit, slot)
             return
@@ -121,6 +121,8 @@ class Gradients:
         else:
             buffer.filled = send()
         self._policy.replace_gradient(unit, buffer)
+        if not arrived:
+            return  # this backward added nothing to it
         if not self.measures_slots and not waits:
             self._policy.measure(unit)
         is_last = is_last and all(visit.is_done for visit in unit.visits)

@@ -231,6 +231,60 @@ def test_hooks_of_the_script(device):
     check(llama(), script, device)
 
 
+@pytest.mark.parametrize("dropped", [(1,), (2,), (1, 2), (0, 1), (1, 3)])
+def test_hooks_that_drop_all_gradients_of_a_layer(device, dropped):
+    def script(run):
+        now = []
+        for parameter in run.model.model.layers[1].parameters():
+            parameter.register_post_accumulate_grad_hook(
+                lambda p: setattr(p, "grad", None) if now[-1] in dropped else None
+            )
+        optimizer = run.optimizer(torch.optim.AdamW, **ADAMW)
+        grown(run)
+        free = slots(run)
+        for step in range(2):
+            for number in range(4):
+                now.append(number)
+                micro(run, 4 * step + number, is_last=number == 3)
+            finished(run, optimizer)
+            run.see("free", slots(run) == free)
+
+    check(llama(), script, device)
+
+
+def slots(run):
+    """How many gradient slots are free."""
+    return sum(map(len, run.engine.window._gradient_slots.values())) if run.is_managed else 0
+
+
+@each_policy
+@pytest.mark.parametrize("is_last", [True, False])
+def test_a_backward_that_does_not_reach_the_parameters(device, policy, is_last):
+    """Nothing is updated from what waits."""
+
+    def make():
+        model = llama()()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("layers" in name)
+        return model
+
+    def script(run):
+        optimizer = run.optimizer(torch.optim.AdamW, **ADAMW)
+        grown(run)
+        for step in range(2):
+            micro(run, 3 * step)
+            ids = batch(9, device=run.device)
+            embedded = run.model.get_input_embeddings()(ids).detach().requires_grad_()
+            run.is_last = is_last
+            loss = language_loss(run.forward(inputs_embeds=embedded), ids)
+            run.see("gradient", torch.autograd.grad(loss, embedded)[0])
+            micro(run, 3 * step + 1)
+            micro(run, 3 * step + 2, is_last=True)
+            finished(run, optimizer)
+
+    check(make, script, device, policy=policy)
+
+
 def test_a_layer_that_a_later_micro_batch_does_not_use(device):
     def script(run):
         optimizer = run.optimizer(torch.optim.AdamW, **ADAMW)
