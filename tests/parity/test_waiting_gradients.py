@@ -54,8 +54,16 @@ def finished(run, optimizer):
 
 @each_policy
 @each_precision
-@pytest.mark.parametrize(("count", "each_step"), [(LAYERS, (0, 3)), (1, (4, 7)), (0, (6, 9))])
-def test_they_are_sent_once(device, policy, precision, count, each_step):
+def test_they_are_sent_once(device, policy, precision):
+    transferred(device, policy, precision, LAYERS, (0, 3))
+
+
+@pytest.mark.parametrize(("count", "each_step"), [(1, (4, 7)), (0, (6, 9))])
+def test_without_slots_for_all(device, count, each_step):
+    transferred(device, "exact", "bf16", count, each_step)
+
+
+def transferred(device, policy, precision, count, each_step):
     def script(run):
         optimizer = run.optimizer(torch.optim.AdamW, **ADAMW)
         grown(run, count)
