@@ -90,13 +90,8 @@ def rows_of(options: argparse.Namespace) -> list[Row]:
         return [row, immediate]
     known = {row.name: row for row in (*ROWS, *TOY)}
     default = "all" if options.device == "cuda" else "toy,toy-immediate"
-    names = (options.rows or default).split(",")
-    if names == ["all"]:
-        return list(ROWS)
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        sys.exit(f"slideformer bench: no row {unknown[0]!r}; there are {', '.join(known)}")
-    return [known[name] for name in names]
+    text = options.rows or default
+    return list(ROWS) if text == "all" else [known[name] for name in _names(text, known, "row")]
 
 
 def _names(text: str, known: Iterable[str], what: str) -> list[str]:
