@@ -50,6 +50,7 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("--clips", default="", help="of ours, only these, of off, quiet, active; default: all of a row")
     result.add_argument("--warmup", type=int, default=5, help="steps before them (5)")
+    result.add_argument("--peer-warmup", type=int, help="steps before those of all others (--warmup)")
     result.add_argument("--rounds", type=int, default=1, help="interleaved repetitions of everything (1)")
     result.add_argument("--timeout", type=float, default=300.0, help="seconds for one contender (300)")
     result.add_argument("--budget", type=float, help="seconds after which nothing more is started")
@@ -144,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
         if not limits and not options.no_limits:
             driver.measure_limits(options.device, quick=options.device == "cpu")
-        run = driver.run_all(jobs_of(rows, wanted, common, overrides, options.peer_steps, clips))
+        run = driver.run_all(jobs_of(rows, wanted, common, overrides, options.peer_steps, clips, options.peer_warmup))
         results, limits = run.results, limits or run.limits
     write(rows, results, limits, options.out, console)
     if any(result.contender == "ours" and result.error for result in results):

@@ -182,6 +182,7 @@ def jobs_of(
     overrides: Mapping[str, Any],
     peer_steps: int | None = None,
     clips: Sequence[str] = (),
+    peer_warmup: int | None = None,
 ) -> list[Job]:
     """Every process the rows need, each once: ceilings and peers serve several rows.
 
@@ -193,6 +194,8 @@ def jobs_of(
         peer_steps: timed steps of the others, who end a step before they begin the next one (None: as many as ours);
             ceilings, whose ratio to ours decides, have as many as ours in any case.
         clips: of ours, only these; empty: all that the rows name.
+        peer_warmup: steps before the timed ones of all others, whose placement does not follow from them (None: as many
+            as ours).
     """
     jobs: dict[str, Job] = {}
 
@@ -210,6 +213,8 @@ def jobs_of(
     for (peer, shape, _), loads in shared.items():
         ascending = sorted(loads, key=lambda load: load.sequences)
         job = Job(contender=peer, shape=shape, loads=tuple(ascending), **common)
+        if peer_warmup is not None:
+            job = dataclasses.replace(job, warmup=peer_warmup)
         is_ceiling = peer.startswith("ceiling")
         add(job if peer_steps is None or is_ceiling else dataclasses.replace(job, steps=peer_steps))
     for row in rows:

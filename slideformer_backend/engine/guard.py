@@ -201,6 +201,10 @@ def _torch_function(
             begun.append(access)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
+    except RuntimeError as error:
+        _name_devices(error, name, guarded, (args, kwargs))
+        raise
+    else:
         for tensor, access in guarded:
             aliases = _aliases(result, tensor)
             aliased = name in _HANDS_OUT or bool(aliases)
@@ -212,6 +216,20 @@ def _torch_function(
         for access in begun:
             access.over()
     return result
+
+
+def _name_devices(error: RuntimeError, name: str, guarded: Sequence[tuple[torch.Tensor, Access]], given: Any) -> None:
+    """Where torch saw a parameter beside tensors of another device: the script expects it there, and it is not."""
+    if "device" not in str(error):
+        return
+    mine = {tensor.device for tensor, _ in guarded}
+    others = {tensor.device for tensor in tensors_in(given) if tensor.dim()} - mine
+    if len(mine) == 1 and others:
+        raise UnsupportedError(
+            f"{name}() takes a parameter that SlideFormer manages, or its gradient, outside of its layer: it is on"
+            f" {mine.pop()} there, other tensors are on {', '.join(sorted(map(str, others)))}.",
+            remedy="use it in its layer's forward, or take a copy: p.to(x.device), through which gradients go too",
+        ) from error
 
 
 def _take_of(tensor: torch.Tensor) -> Callable[[torch.Tensor, bool], torch.Tensor] | None:

@@ -141,8 +141,9 @@ class Residency:
     def _note_peak(self, peak: int) -> None:
         """Note the peak so far, with what was held at the first recompute of the step that last exceeded those before,
         and how large that was. What forward and loss of a step held beside is known to be no more than the peak until
-        then; of steps with the same tokens the least such bound counts, since later ones begin with what the first
-        update allocates and the allocator's peak only grows."""
+        then; the least such bound of steps with as many tokens or more counts, since later ones begin with what the
+        first update allocates and the allocator's peak only grows. Recomputes of the same tokens differ: the first of
+        all takes workspaces too."""
         if self._held is not None:
             size = self._first_recompute
             self._surplus[size] = min(self._risen, self._surplus.get(size, self._risen))
@@ -157,7 +158,8 @@ class Residency:
         if self._highest is None:
             return 0
         held, size = self._highest
-        return max(0, min(size, self._peak - held - self._surplus[size]))
+        surplus = min(found for other, found in self._surplus.items() if other >= size)
+        return max(0, min(size, self._peak - held - surplus))
 
     def _busiest_share(self, seconds: float) -> float | None:
         """Which share of a step, of so many seconds, the busiest of host and link has worked, if that is what it would

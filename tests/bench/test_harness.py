@@ -64,6 +64,10 @@ class TestJobs:
         assert {job.contender: job.steps for job in jobs if job.contender != "ours"} == {
             "ceiling": 9, "zero2": 2, "zero3": 2, "torchao": 2,
         }  # fmt: skip
+        jobs = jobs_of(ROWS[:1], [], {"warmup": 5}, {}, peer_warmup=1)
+        assert {job.contender: job.warmup for job in jobs} == {
+            "ours": 5, "ceiling": 1, "zero2": 1, "zero3": 1, "torchao": 1,
+        }  # fmt: skip
         jobs = jobs_of(ROWS[:1], ["ours"], {"steps": 3}, {"gpu_memory": "9GiB"})
         assert [(job.contender, job.steps, job.config) for job in jobs] == [("ours", 3, {"gpu_memory": "9GiB"})]
         rows = [row for row in ROWS if row.name in ("3b-32-24g", "3b-2x16-24g", "3b-32-immediate")]

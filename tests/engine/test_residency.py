@@ -257,7 +257,7 @@ def test_what_a_recompute_adds_to_the_peak(monkeypatch):
                 residency.observe_recompute(unit, before)
                 now["memory_allocated"] = before
             residency.after_step()
-        assert set(residency._activations.values()) == {30}
+        assert set(residency._activations.values()) <= {30, 31}
         return residency._recomputed
 
     assert recomputed((80, 100, 140), (80, 100, 140)) == 30
@@ -268,6 +268,7 @@ def test_what_a_recompute_adds_to_the_peak(monkeypatch):
     assert recomputed((80, 100, 120), (90, 110, 130)) == 20
     assert recomputed((80, 100, 140), (90, 110, 150), (90, 110, 150)) == 30
     assert recomputed((80, 130, 140), (90, 140, 150)) == 10
+    assert recomputed((80, 100, 141, 31), (110, 130, 170)) == 30  # the first recompute of all takes workspaces too
     # a smaller batch before it says nothing about the loss of a larger one, which holds no more than the peak so far
     assert recomputed((80, 85, 100, 15), (90, 95, 150)) == 30
     assert recomputed((80, 85, 120, 15), (90, 110, 130)) == 10
@@ -300,6 +301,7 @@ def test_what_lanes_have_worked_decides_who_keeps_activations(device, monkeypatc
                 units = [unit.index for unit in engine.sliding]
                 residency._activations = dict.fromkeys(units, cost * size)
                 monkeypatch.setattr(type(residency), "budget", property(lambda self: 1 << 40))
+                monkeypatch.setattr(type(residency), "_recomputed", 0)  # a GPU has measured it
                 spare = mock.Mock(return_value=4 * cost)
                 monkeypatch.setattr("slideformer_backend.engine.residency.spare_device_bytes", spare)
             tokens = torch.arange(16, device=device).view(2, 8)

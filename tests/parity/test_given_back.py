@@ -9,6 +9,7 @@ from torch import nn
 
 from slideformer_backend.api import attach
 from slideformer_backend.config import SlideFormerConfig
+from slideformer_backend.errors import UnsupportedError
 from slideformer_backend.plan.placement import Placement
 from tests.budgets import tight
 from tests.parity.harness import check
@@ -57,7 +58,7 @@ class Net(nn.Module):
                 x = found[0] + x.sin()
             elif kind == "own":
                 y, weight = layer(x, kind)
-                x = y * weight if number % 2 else y
+                x = y * weight.to(y.device) if number % 2 else y  # outside of its layer it is on the host
             elif kind == "bias":
                 x = layer(x, kind, bias=self.scale)
             elif kind == "bias back":
@@ -94,6 +95,17 @@ def test_a_layer_puts_out_a_parameter_of_its_own(device):
         steps(run, run.optimizer(torch.optim.SGD, **SGD))
 
     check(lambda: Net("own"), script, device, gpu_memory=tight(Net()))
+
+
+def test_a_parameter_beside_tensors_of_another_device_is_named(device):
+    def script(run):
+        if run.is_managed:
+            weight = run.model.layers[0].norm.weight
+            with pytest.raises(UnsupportedError, match=r"mul\(\) takes a parameter .* on cpu there, other .* on meta"):
+                weight * torch.ones_like(weight, device="meta")
+        steps(run, run.optimizer(torch.optim.SGD, **SGD))
+
+    check(lambda: Net(), script, device, gpu_memory=tight(Net()))
 
 
 @pytest.mark.parametrize("kind", ["bias", "bias back"])

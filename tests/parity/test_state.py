@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from slideformer_backend.optim.lion import Lion
 from tests.parity.harness import POLICIES, PRECISIONS, assert_same, check, run_managed, run_plain
 from tests.parity.models import batch, language_loss, llama, steps
+from tests.tolerances import ASSOCIATIVITY
 
 RULES = {
     "adamw": (torch.optim.AdamW, {"lr": 1e-2, "fused": True}),
@@ -170,7 +171,9 @@ def test_detach_leaves_a_plain_model_that_trains_on(device, policy, precision):
         if dtype == torch.float32:
             steps(run, optimizer, 2, first=2)
 
-    check(llama(dtype), script, device, policy=policy, autocast=autocast)
+    # on a GPU these steps are torch's own there, whose fused AdamW rounds otherwise than on the host
+    tolerance = ASSOCIATIVITY if device.type == "cuda" and dtype == torch.float32 else None
+    check(llama(dtype), script, device, policy=policy, autocast=autocast, tolerance=tolerance)
 
 
 @each_policy
