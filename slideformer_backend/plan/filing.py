@@ -27,8 +27,8 @@ BACKWARD_SHARE = 0.75
 
 
 def with_host_choices(request: Request, terms: Terms, activations: Activations) -> tuple[Terms, Spill | None]:
-    """Fewer gradient buffers in flight where memory is short; states on NVMe where it is not enough, or if asked; then
-    working weights.
+    """Fewer gradient buffers in flight where memory is short, in the end one, for which each arrival waits, if no states
+    can go to NVMe; states there where it is not enough, or if asked; then working weights.
 
     Returns:
         The terms, and what was decided about states.
@@ -42,9 +42,9 @@ def with_host_choices(request: Request, terms: Terms, activations: Activations) 
         away = frozenset(range(len(parts.sliding) + len(parts.edges)) if may_spill else ())
         found = _with_weights(request, replace(terms, spilled=away), budget, nvme)
         terms = replace(terms, filed=found.filed, frames=found.frames)
-    fewer = replace(terms, spares=min(terms.spares, LEAST_SPARES))
+    fewer, one = (replace(terms, spares=min(terms.spares, spares)) for spares in (LEAST_SPARES, 1))
     spill = None
-    for candidate in (terms, fewer):
+    for candidate in (terms, fewer) if may_spill else (terms, fewer, one):
         decided, spill = candidate, None
         if choices.optimizer_states == "nvme" or (may_spill and ledger_of(parts, fewer).host > budget):
             decided, spill = _with_states(request, candidate, budget, nvme)

@@ -176,13 +176,14 @@ def test_with_several_micro_batches_slots_for_all_come_first():
 def test_gradients_that_are_waited_for_get_slots_before_units_move():
     units = [UnitCost(number, 10, 4, 2, 2) for number in range(6)]
 
-    def placed(spare, busiest=None, **more):
-        found = place(units, spare, steps=Steps(4, 2, busiest), **more)
+    def placed(spare, busiest=None, count=4):
+        found = place(units, spare, steps=Steps(count, 2, busiest))
         return found.resident, found.kept_activations, found.slots, found.gradients
 
     assert placed(9) == ((), (), 4, 0)  # first no weights are sent twice
-    assert placed(14) == placed(14, 0.9) == ((), (), 4, 3)
-    assert placed(14, 0.5) == ((), (5,), 4, 1)  # the GPU is waited for
+    assert placed(14) == placed(14, 0.9) == placed(14, 0.5) == ((), (), 4, 3)
+    assert placed(14, 0.9, count=2) == ((), (), 4, 3)
+    assert placed(14, 0.5, count=2) == ((), (5,), 4, 1)  # the GPU is waited for, and they come back once
     assert placed(30) == ((0,), (5,), 3, 5)  # a unit that moves needs no slot of either kind
     assert placed(600) == ((*range(6),), (5, 4, 3, 2, 1, 0), 0, 0)
     assert place(units, 14, steps=Steps(1, 2)).gradients == 0

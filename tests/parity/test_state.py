@@ -168,11 +168,12 @@ def test_detach_leaves_a_plain_model_that_trains_on(device, policy, precision):
         run.see_weights()
         for parameter in run.model.parameters():
             run.see("type", (type(parameter).__name__, parameter.is_leaf, parameter.grad is None))
-        if dtype == torch.float32:
+        # on a GPU these steps are torch's own there, whose fused AdamW rounds otherwise than on the host; under autocast
+        # a weight that falls on the other side then is another one in bf16
+        if dtype == torch.float32 and (device.type == "cpu" or autocast is None):
             steps(run, optimizer, 2, first=2)
 
-    # on a GPU these steps are torch's own there, whose fused AdamW rounds otherwise than on the host
-    tolerance = ASSOCIATIVITY if device.type == "cuda" and dtype == torch.float32 else None
+    tolerance = ASSOCIATIVITY if device.type == "cuda" and precision == "fp32" else None
     check(llama(dtype), script, device, policy=policy, autocast=autocast, tolerance=tolerance)
 
 

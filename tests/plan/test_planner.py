@@ -159,6 +159,11 @@ def test_host_memory_decides_how_many_buffers_are_in_flight(request_for, machine
     assert wide.terms.spares == 8 + len(wide.terms.resident)
     assert narrow.terms.spares == 2 + len(narrow.terms.resident)
     assert narrow.verdict == "tight"
+    least = make_plan(request_for("llama-8b", 8, on=machine(host=narrow.first.host - GIB)))
+    assert least.terms.spares == 1 + len(least.terms.resident)
+    assert least.verdict == "tight"
+    on_disk = make_plan(request_for("llama-8b", 8, on=machine(host=narrow.first.host - GIB, nvme=500 * GIB)))
+    assert on_disk.terms.spilled
 
 
 def test_only_what_does_not_fit_goes_to_nvme(request_for, machine):

@@ -90,7 +90,7 @@ def test_a_cap_of_the_least_is_taken_and_kept(model):
         optimizer.step()
         optimizer.zero_grad()
     engine.settle()
-    assert engine.policy.spare_buffers == 2
+    assert engine.policy.spare_buffers == 1
     assert engine.memory.allocated < 1.4 * least(model)
     engine.detach()
 
@@ -208,7 +208,7 @@ def test_weights_that_are_there_are_given_back_and_swap_counts(model, machine):
 
 
 def test_between_the_least_and_the_prediction_there_is_a_warning(model, machine, caplog):
-    terms = Terms()
+    terms = Terms(spares=1)
     need = ledger_of(partition(model), terms).host - weight_bytes(model)
     for available, warned in ((need - 1, True), (need + 4 * MIB, False)):
         machine(available=available)
