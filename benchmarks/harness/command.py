@@ -61,6 +61,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--device", choices=("cuda", "cpu"), help="cuda where there is one")
     result.add_argument("--threads", type=int, help="of torch on the CPU")
     result.add_argument("--learning-rate", type=float, default=1e-5)
+    result.add_argument("--keep-free", type=float, default=3, help="GiB of host memory: who leaves less is stopped (3)")
     result.add_argument("--no-limits", action="store_true", help="do not measure the machine's limits")
     result.add_argument("--out", type=Path, default=Path("out/bench"), help="folder of the report (out/bench)")
     result.add_argument(
@@ -114,13 +115,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     console = Console(width=None if sys.stdout.isatty() else 170)
     rows = rows_of(options)
+    machine: dict[str, str] = {}
     previous: list[Result] = []
     limits: dict[str, float] = {}
     for path in options.resume:
         earlier = read_lines(path)
         previous += earlier.results
-        limits = limits or earlier.limits
-    results = previous
+        limits, machine = limits or earlier.limits, machine or earlier.machine
+    results = [r for r in previous if not (r.earlier and dataclasses.replace(r, earlier=False) in previous)]
     if not options.report_only:
         common = {
             "device": options.device,
@@ -140,23 +142,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 rounds=options.rounds,
                 budget=options.budget,
                 previous=previous,
+                keep_free=int(options.keep_free * 2**30),
                 say=lambda line: console.print(line, markup=False, highlight=False),
             )
         )
         if not limits and not options.no_limits:
             driver.measure_limits(options.device, quick=options.device == "cpu")
         run = driver.run_all(jobs_of(rows, wanted, common, overrides, options.peer_steps, clips, options.peer_warmup))
-        results, limits = run.results, limits or run.limits
-    write(rows, results, limits, options.out, console)
+        results, limits, machine = run.results, limits or run.limits, run.machine
+    write(rows, results, limits, options.out, console, machine)
     if any(result.contender == "ours" and result.error for result in results):
         sys.exit(1)
 
 
 def write(
-    rows: Sequence[Row], results: Sequence[Result], limits: dict[str, float], out: Path, console: Console
+    rows: Sequence[Row],
+    results: Sequence[Result],
+    limits: dict[str, float],
+    out: Path,
+    console: Console,
+    machine: dict[str, str] | None = None,
 ) -> None:
-    """report.json, report.md, report.png in ``out``, and the tables on the terminal."""
-    report = make_report(rows, results, limits)
+    """report.json, report.md, report.png in ``out``, and the tables on the terminal. ``machine``: where that was, if not
+    here."""
+    report = make_report(rows, results, limits, machine)
     out.mkdir(parents=True, exist_ok=True)
     (out / "report.json").write_text(json.dumps(report.to_dict(), indent=1))
     drawn = draw(report, out / "report.png")

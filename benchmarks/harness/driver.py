@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from slideformer_backend.benchmarks.harness.memory import available
+from slideformer_backend.benchmarks.harness.report import machine
 from slideformer_backend.benchmarks.harness.spec import Job, Result, result_from_dict, result_to_dict
 
 KEEP_FREE = 3 << 30
-"""Bytes of host memory: a process that leaves less to the machine is stopped before the machine stops everything."""
+"""Bytes of host memory; less, and the machine may stop everything."""
 VERIFY_TIMEOUT = 300.0
 CHECK_TIME = 25.0
 """Seconds of the budget kept for the check of each of our contenders."""
@@ -38,6 +39,7 @@ class Options:
         budget: seconds after which no job is started any more (None: no limit).
         previous: results of an earlier run on the same machine; what succeeded there is not run again.
         traces: keep our traces, in ``traces.zip``.
+        keep_free: bytes of host memory; a process that leaves less to the machine is stopped.
         say: takes progress lines.
     """
 
@@ -46,15 +48,18 @@ class Options:
     budget: float | None = None
     previous: Sequence[Result] = ()
     traces: bool = True
+    keep_free: int = KEEP_FREE
     say: Callable[[str], None] = print
 
 
 @dataclass
 class Run:
-    """What a run has found so far. ``limits`` is empty, and ``limits_error`` says why, where they were not measured."""
+    """What a run has found so far, and on which machine. ``limits`` is empty, and ``limits_error`` says why, where they
+    were not measured."""
 
     results: list[Result] = field(default_factory=list)
     limits: dict[str, float] = field(default_factory=dict)
+    machine: dict[str, str] = field(default_factory=dict)
     limits_error: str = ""
 
 
@@ -103,6 +108,8 @@ class Driver:
             for waiting in pending:
                 self._note(waiting.results)
         self._scratch.cleanup()
+        self.run.machine = machine()  # now: it takes memory of the GPU
+        self._append({"machine": self.run.machine})
         return self.run
 
     def _note(self, results: Sequence[Result]) -> None:
@@ -199,7 +206,7 @@ class Driver:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        problem = _watch(child, timeout)
+        problem = _watch(child, timeout, self._options.keep_free)
         text = log.read_text(errors="replace")
         with self._log.open("a") as stream:
             stream.write(f"==== {name}\n{text[-20000:]}\n")
@@ -233,6 +240,8 @@ def read_lines(path: Path) -> Run:
         item = json.loads(line)
         if "limits" in item:
             run.limits = item["limits"]
+        elif "machine" in item:
+            run.machine = item["machine"]
         else:
             run.results.append(result_from_dict(item["result"]))
     return run
@@ -243,7 +252,7 @@ def _checked(layers: int | None) -> str:
     return f"5 steps equal to plain PyTorch in every bit{depth}"
 
 
-def _watch(child: subprocess.Popen[bytes], timeout: float) -> str:
+def _watch(child: subprocess.Popen[bytes], timeout: float, keep_free: int) -> str:
     """Wait for a worker; stop it, and say why, when it hangs or takes the machine's last memory."""
     with contextlib.suppress(OSError):
         Path(f"/proc/{child.pid}/oom_score_adj").write_text("1000")  # it, and not this process, if it comes to that
@@ -254,8 +263,8 @@ def _watch(child: subprocess.Popen[bytes], timeout: float) -> str:
             time.sleep(_POLL)
             if time.monotonic() > deadline:
                 problem = f"stopped after {timeout:.0f} s"
-            elif available() < KEEP_FREE:
-                problem = "stopped: it needed more host memory than this machine has"
+            elif (left := available()) < keep_free:
+                problem = f"stopped: it left {left / 2**30:.1f} GiB of host memory to this machine"
     finally:
         if child.poll() is None:
             with contextlib.suppress(ProcessLookupError):

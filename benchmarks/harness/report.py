@@ -64,8 +64,13 @@ class Report:
         return {"machine": self.machine, "limits": self.limits, "results": rows, "goals": goals}
 
 
-def make_report(rows: Sequence[Row], results: Sequence[Result], limits: Mapping[str, float]) -> Report:
-    """Medians over rounds, limits, verdicts."""
+def make_report(
+    rows: Sequence[Row],
+    results: Sequence[Result],
+    limits: Mapping[str, float],
+    measured_on: Mapping[str, str] | None = None,
+) -> Report:
+    """Medians over rounds, limits, verdicts. ``measured_on``: what ``machine`` says there; None: here."""
     groups: dict[tuple[Any, ...], list[Result]] = {}
     for result in results:
         groups.setdefault((result.contender, result.shape, result.label, result.load), []).append(result)
@@ -78,7 +83,12 @@ def make_report(rows: Sequence[Row], results: Sequence[Result], limits: Mapping[
             spread[id(result)] = (good[0].rate, good[-1].rate)
     limits_of = {id(result): step_limits(result, chosen, limits) for result in chosen if not result.error}
     report = Report(
-        machine=machine(), limits=dict(limits), results=chosen, spread=spread, limits_of=limits_of, verdicts=[]
+        machine=dict(measured_on or machine()),
+        limits=dict(limits),
+        results=chosen,
+        spread=spread,
+        limits_of=limits_of,
+        verdicts=[],
     )
     ratios = {id(result): ratio for result in chosen if (ratio := report.ratio(result)) is not None}
     report.verdicts = judge(rows, chosen, ratios)

@@ -228,7 +228,7 @@ def _name_devices(error: RuntimeError, name: str, guarded: Sequence[tuple[torch.
         raise UnsupportedError(
             f"{name}() takes a parameter that SlideFormer manages, or its gradient, outside of its layer: it is on"
             f" {mine.pop()} there, other tensors are on {', '.join(sorted(map(str, others)))}.",
-            remedy="use it in its layer's forward, or, where no gradient goes through it, a copy: p.detach().to(x.device)",
+            remedy="use it in its layer's forward, or a copy without a gradient: p.detach().to(x.device)",
         ) from error
 
 

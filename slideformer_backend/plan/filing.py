@@ -27,8 +27,8 @@ BACKWARD_SHARE = 0.75
 
 
 def with_host_choices(request: Request, terms: Terms, activations: Activations) -> tuple[Terms, Spill | None]:
-    """Fewer gradient buffers in flight where memory is short, in the end one, for which each arrival waits, if no states
-    can go to NVMe; states there where it is not enough, or if asked; then working weights.
+    """Fewer gradient buffers in flight where memory is short, in the end one, if no states can go to NVMe; states there
+    where it is not enough, or if asked; then working weights.
 
     Returns:
         The terms, and what was decided about states.

@@ -14,7 +14,7 @@ from slideformer_backend.benchmarks.harness.contenders import Ours
 from slideformer_backend.benchmarks.harness.driver import Driver, Options, read_lines
 from slideformer_backend.benchmarks.harness.limits import measure_limits
 from slideformer_backend.benchmarks.harness.reach import ROWS, TOY, Goal, Row, jobs_of
-from slideformer_backend.benchmarks.harness.report import make_report, step_limits
+from slideformer_backend.benchmarks.harness.report import machine, make_report, step_limits
 from slideformer_backend.benchmarks.harness.shapes import SHAPES, make_model
 from slideformer_backend.benchmarks.harness.spec import (
     Job,
@@ -112,6 +112,7 @@ class TestDriver:
         assert results[1].rate > 0
         assert len(results[1].losses) == 2
         assert [bool(r.error) for r in read_lines(tmp_path / "results.jsonl").results] == [True, False]
+        assert read_lines(tmp_path / "results.jsonl").machine == machine()
         again = run(job(contender="ceiling"), previous=results)
         assert again[0].earlier
         assert again[0].seconds == results[1].seconds
@@ -120,8 +121,9 @@ class TestDriver:
         assert run(job(timeout=0.3))[0].error == "stopped after 0 s"
 
     def test_what_eats_the_memory_is_stopped(self, run, monkeypatch):
-        monkeypatch.setattr(driver, "available", lambda: 0)
-        assert "more host memory" in run(job())[0].error
+        monkeypatch.setattr(driver, "available", lambda: 2 << 30)
+        assert run(job())[0].error == "stopped: it left 2.0 GiB of host memory to this machine"
+        assert run(job(timeout=0.3), keep_free=1 << 30)[0].error == "stopped after 0 s"
 
     def test_a_spent_budget(self, run):
         assert "time given" in run(job(), budget=1.0)[0].error
@@ -224,6 +226,19 @@ class TestReport:
         }
         assert report.ratio(ours) == pytest.approx(0.8)
         assert [verdict.reached for verdict in report.verdicts] == [False, True, None]
+
+    def test_a_report_of_runs_elsewhere(self, tmp_path):
+        """Names the machine they were on; what one took over from the other counts once."""
+        ceiling = Result(contender="ceiling", shape="toy", label="", load=LOAD, seconds=2.0)
+        for number, result in enumerate((ceiling, dataclasses.replace(ceiling, earlier=True))):
+            lines = ({"result": result_to_dict(result)}, {"machine": {"gpu": "another"}})
+            (tmp_path / f"{number}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        files = [word for number in range(2) for word in ("--resume", str(tmp_path / f"{number}.jsonl"))]
+        main(["--report-only", "--rows", "toy", "--out", str(tmp_path / "out"), *files])
+        report = json.loads((tmp_path / "out" / "report.json").read_text())
+        assert report["machine"] == {"gpu": "another"}
+        assert [(item["contender"], item["earlier"]) for item in report["results"]] == [("ceiling", False)]
+        assert "(" not in (tmp_path / "out" / "report.md").read_text().split("| ceiling |")[1].split("|")[1]
 
     def test_files_and_terminal(self, tmp_path):
         stream = io.StringIO()
