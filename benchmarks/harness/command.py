@@ -163,8 +163,10 @@ def write(
     console: Console,
     machine: dict[str, str] | None = None,
 ) -> None:
-    """report.json, report.md, report.png in ``out``, and the tables on the terminal. ``machine``: where that was, if not
-    here."""
+    """report.json, report.md, report.png in ``out``, and the tables on the terminal.
+
+    ``machine``: where it was measured, if not here.
+    """
     report = make_report(rows, results, limits, machine)
     out.mkdir(parents=True, exist_ok=True)
     (out / "report.json").write_text(json.dumps(report.to_dict(), indent=1))

@@ -168,8 +168,8 @@ def test_detach_leaves_a_plain_model_that_trains_on(device, policy, precision):
         run.see_weights()
         for parameter in run.model.parameters():
             run.see("type", (type(parameter).__name__, parameter.is_leaf, parameter.grad is None))
-        # On a GPU these steps are torch's own, whose fused AdamW rounds otherwise than on the host. Under autocast a weight
-        # may then be another one in bf16.
+        # On a GPU these steps are torch's own, whose fused AdamW rounds otherwise than on the host; under autocast a
+        # weight may then be another one in bf16.
         if dtype == torch.float32 and (device.type == "cpu" or autocast is None):
             steps(run, optimizer, 2, first=2)
 
