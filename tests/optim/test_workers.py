@@ -125,6 +125,15 @@ def test_base_exceptions_too(pool, error):
         pool.run([fail])
 
 
+@pytest.fixture
+def ctrl_c():
+    """Python's own handler, which it does not install where the process was started with Ctrl-C ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_interrupt_waits_for_running_jobs():
     ended, began, sent = [], threading.Event(), threading.Event()
 
