@@ -218,7 +218,8 @@ class Driver:
         kept = {
             name: value for name, value in os.environ.items() if not name.startswith(("SLIDEFORMER_", "ACCELERATE_"))
         }
-        # extensions that a peer compiles: once per run, and no lock of a killed process is ever met again
+        # extensions that a peer compiles: once per run, where the environment names no folder to keep them, so that no
+        # lock of a killed process is ever met again
         extensions = {"TORCH_EXTENSIONS_DIR": kept.get("TORCH_EXTENSIONS_DIR", str(self._folder / "extensions"))}
         # without it cuBLAS refuses to be deterministic, as the check asks; every contender has it
         extensions |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}

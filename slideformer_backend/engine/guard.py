@@ -219,15 +219,16 @@ def _torch_function(
 
 
 def _name_devices(error: RuntimeError, name: str, guarded: Sequence[tuple[torch.Tensor, Access]], given: Any) -> None:
-    """Where torch saw a parameter beside tensors of another device: the script expects it there, and it is not."""
-    if "device" not in str(error):
+    """Where torch saw what is in host memory beside tensors of another device: the script expects it there. What is on
+    the device anyway, and meets a batch that the script left on the host, is torch's to name."""
+    host = torch.device("cpu")
+    if "device" not in str(error) or any(tensor.device != host for tensor, _ in guarded):
         return
-    mine = {tensor.device for tensor, _ in guarded}
-    others = {tensor.device for tensor in tensors_in(given) if tensor.dim()} - mine
-    if len(mine) == 1 and others:
+    others = {tensor.device for tensor in tensors_in(given) if tensor.dim()} - {host}
+    if guarded and others:
         raise UnsupportedError(
             f"{name}() takes a parameter that SlideFormer manages, or its gradient, outside of its layer: it is on"
-            f" {mine.pop()} there, other tensors are on {', '.join(sorted(map(str, others)))}.",
+            f" {host} there, other tensors are on {', '.join(sorted(map(str, others)))}.",
             remedy="use it in its layer's forward, or a copy without a gradient: p.detach().to(x.device)",
         ) from error
 

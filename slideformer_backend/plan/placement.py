@@ -15,9 +15,10 @@ MANY_MICRO_BATCHES = 8
 3B layer at 32,768 tokens on an H200, 9 ms and 4 GiB against 29 ms and 1.5 GiB. Not measured as a whole."""
 GRADIENTS_FIRST = 3
 """From so many micro-batches on gradient slots come before what spares the GPU work. One saves in each but the first a
-transfer to the device that compute waits for, 21 ms for each GiB of slots at 50 GB/s; a unit on the device saves 30 ms
-of updates in each step for each GiB that it takes, recompute less. On an H200 at 3B, 16 micro-batches of 2,048 tokens,
-compute waited for such transfers for a quarter of the time, with five slots and three units on the device."""
+transfer to the device that compute waits for: 21 ms for each GiB of slots at 50 GB/s, by that rate; a unit on the
+device saves a step's update, 19 ms for each GiB by the times above, recompute less. On an H200 at 3B, 16 micro-batches
+of 2,048 tokens, compute waited for such transfers for a quarter of the time, with five slots and three units on the
+device."""
 LAYER_SHARE = 0.8
 """What layers compute of a step, at least; a quarter of that is recompute, half backward."""
 LEAST_MOVED = 2

@@ -10,6 +10,7 @@ from torch import nn
 
 from slideformer_backend.api import attach
 from slideformer_backend.config import SlideFormerConfig
+from slideformer_backend.engine.guard import _name_devices
 from slideformer_backend.errors import UnsupportedError
 from slideformer_backend.plan.placement import Placement
 from tests.budgets import tight
@@ -110,6 +111,15 @@ def test_a_parameter_beside_tensors_of_another_device_is_named(device):
         steps(run, run.optimizer(torch.optim.SGD, **SGD))
 
     check(lambda: Net(), script, device, gpu_memory=tight(Net()))
+
+
+def test_a_batch_on_another_device_is_torchs_to_name():
+    """An embedding is on the device, and the script left its tokens on the host."""
+    error = RuntimeError("Expected all tensors to be on the same device")
+    host, device = torch.ones(3), torch.ones(3, device="meta")
+    _name_devices(error, "embedding", [(device, None)], (device, host))
+    with pytest.raises(UnsupportedError):
+        _name_devices(error, "mul", [(host, None)], (host, device))
 
 
 @pytest.mark.parametrize("kind", ["bias", "bias back"])
