@@ -7,6 +7,7 @@ rounds to the canonical one (bf16 0x7fc0, fp16 0x7e00): torch's own answer depen
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
@@ -19,6 +20,8 @@ from slideformer_backend.optim.arithmetic import Operations
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": False}
 """How every kernel is compiled. No contraction: it made two kernels of one rule differ. No cache: it needs a writable
 install."""
+INNER: dict[str, Any] = {**OPTIONS, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+"""How functions are compiled that only kernels call: without entries for Python and C, which cost as much again."""
 
 _F32, _I32, _I16 = ir.FloatType(), ir.IntType(32), ir.IntType(16)
 LLVM: TypeAlias = Any
@@ -159,7 +162,7 @@ fma: Numba = intrinsic(_fma)
 OPERATIONS = Operations(
     fma=fma,
     sqrt=_primitive(types.float32, (types.float32,), _sqrt),
-    select=njit(**OPTIONS)(_select),
+    select=njit(**INNER)(_select),
     sign=_primitive(types.float32, (types.float32,), _sign),
 )
 magnitude_bits = _primitive(types.uint32, (types.float32,), _magnitude_bits)
@@ -192,7 +195,7 @@ _FP16 = Storage(
     _primitive(types.float32, (types.uint16,), _fp16_to_fp32),
     _primitive(types.uint16, (types.float32,), _fp32_to_fp16),
 )
-_FP32 = Storage(types.float32, njit(**OPTIONS)(_identity), njit(**OPTIONS)(_identity))
+_FP32 = Storage(types.float32, njit(**INNER)(_identity), njit(**INNER)(_identity))
 
 STORAGE: dict[str, Storage] = {
     "bf16": _BF16,
@@ -204,6 +207,7 @@ STORAGE: dict[str, Storage] = {
 """By weight or gradient kind."""
 
 
+@functools.cache
 def scaled_load(kind: str) -> Numba:
     """njit ``(element, c) -> fp32``: element·c rounded to the dtype the gradient counts as, as torch's in-place mul."""
     load, store = STORAGE[kind].load, STORAGE[kind].store
@@ -216,4 +220,4 @@ def scaled_load(kind: str) -> Numba:
         def scaled(element: Numba, c: Numba) -> Numba:
             return load(store(load(element) * c))
 
-    return njit(**OPTIONS)(scaled)
+    return njit(**INNER)(scaled)

@@ -69,7 +69,7 @@ class KernelCache:
                 if kernel is None:
                     with _interrupts_held():
                         function, signature = self._builders[name](*details)
-                        kernel = self._kernels[key] = njit(signature, **OPTIONS)(function)
+                        kernel = self._kernels[key] = njit(signature, no_cfunc_wrapper=True, **OPTIONS)(function)
         return kernel
 
     def __len__(self) -> int:

@@ -6,6 +6,7 @@ float32 arrays that ``rule.states_used(group)`` names, in that order.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -13,8 +14,8 @@ from numba import njit, types
 
 from slideformer_backend.optim.arithmetic import Scalars, definition
 from slideformer_backend.optim.numba_bits import (
+    INNER,
     OPERATIONS,
-    OPTIONS,
     STORAGE,
     Numba,
     join_fp32,
@@ -153,13 +154,14 @@ def _write_two(states: Numba, i: Numba, new: Numba) -> None:
     states[1][i] = new[1]
 
 
-_READ = [njit(**OPTIONS)(f) for f in (_read_none, _read_one, _read_two)]
-_WRITE = [njit(**OPTIONS)(f) for f in (_write_none, _write_one, _write_two)]
+_READ = [njit(**INNER)(f) for f in (_read_none, _read_one, _read_two)]
+_WRITE = [njit(**INNER)(f) for f in (_write_none, _write_one, _write_two)]
 
 
+@functools.cache
 def _rule(name: str, count: int) -> tuple[Numba, Numba, Numba]:
     """njit update, read and write of a rule with ``count`` states."""
-    return njit(**OPTIONS)(definition(name, count, OPERATIONS)), _READ[count], _WRITE[count]
+    return njit(**INNER)(definition(name, count, OPERATIONS)), _READ[count], _WRITE[count]
 
 
 _tuple: Numba = types.Tuple
