@@ -19,6 +19,8 @@ __all__ = ["site", "warm_server"]
 ROOT = Path(__file__).resolve().parents[2]
 FINETUNE = ROOT / "benchmarks" / "finetune"
 LAYERS = 2
+VOCABULARY = 4096
+"""The first tokens of the real model's, all bytes among them: with every one, embeddings are most of the work."""
 STEPS = 4
 # torch sums the squares of a norm in fp32 per tensor, ours are summed in fp64: with clipping active the coefficients
 # may differ in their last places, and with them the losses of later steps.
@@ -50,9 +52,20 @@ def small_model(cache, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     source = cache / "smollm2-135m"
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, num_hidden_layers=LAYERS)
+    model.resize_token_embeddings(VOCABULARY)
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    keep_first_tokens(folder / "tokenizer.json")
     return folder
+
+
+def keep_first_tokens(file: Path) -> None:
+    """Byte pairs are numbered as they are merged: the first tokens and their merges are a vocabulary of their own."""
+    tokenizer = json.loads(file.read_text())
+    model = tokenizer["model"]
+    model["vocab"] = {token: number for token, number in model["vocab"].items() if number < VOCABULARY}
+    model["merges"] = [pair for pair in model["merges"] if "".join(pair) in model["vocab"]]
+    file.write_text(json.dumps(tokenizer))
 
 
 @pytest.fixture(scope="session")
