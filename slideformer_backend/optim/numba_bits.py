@@ -18,8 +18,10 @@ from numba.extending import intrinsic
 from slideformer_backend.optim.arithmetic import Operations
 
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": False}
-"""How every kernel is compiled. No contraction: it made two kernels of one rule differ. No cache: it needs a writable
+"""How everything is compiled. No contraction: it made two kernels of one rule differ. No cache: it needs a writable
 install."""
+KERNEL: dict[str, Any] = {**OPTIONS, "no_cfunc_wrapper": True}
+"""How kernels are compiled, which Python alone calls."""
 INNER: dict[str, Any] = {**OPTIONS, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 """How functions are compiled that only kernels call: without entries for Python and C, which cost as much again."""
 

@@ -14,7 +14,7 @@ from numba import njit, types
 from numpy.typing import NDArray
 
 from slideformer_backend.errors import StateError
-from slideformer_backend.optim.numba_bits import OPTIONS, STORAGE, Numba
+from slideformer_backend.optim.numba_bits import KERNEL, STORAGE, Numba
 
 Kernel: TypeAlias = Callable[..., Any]
 Array: TypeAlias = NDArray[Any]
@@ -69,7 +69,7 @@ class KernelCache:
                 if kernel is None:
                     with _interrupts_held():
                         function, signature = self._builders[name](*details)
-                        kernel = self._kernels[key] = njit(signature, no_cfunc_wrapper=True, **OPTIONS)(function)
+                        kernel = self._kernels[key] = njit(signature, **KERNEL)(function)
         return kernel
 
     def __len__(self) -> int:
