@@ -32,8 +32,15 @@ def _import_interpreted() -> None:
             os.environ["TRITON_INTERPRET"] = before
 
 
+def _queue_no_seeds() -> None:
+    """``torch.manual_seed`` writes down, with its whole stack, what to do once a GPU is initialised, each time."""
+    for module in (torch.cuda.random, torch.xpu.random):
+        module._lazy_call = lambda call, **options: None
+
+
 if not torch.cuda.is_available():
     _import_interpreted()
+    _queue_no_seeds()
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,7 @@
 """5 steps, save, a fresh process, 5 steps: the bits of 10 steps."""
 
 import errno
+import functools
 import json
 import resource
 from pathlib import Path
@@ -29,6 +30,13 @@ def resumed(folder, source, target=None, clip=0.5, first=5):
     return loader.train(first, 5)
 
 
+@functools.cache
+def of_ten_steps(**run):
+    """Weights and losses of a run that nothing interrupts; the same for every way to interrupt it."""
+    whole = Script(**run).train(0, 10)
+    return weights(whole.model), whole.losses
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("rule", RULES)
 def test_exact(tmp_path, precision, rule):
@@ -44,8 +52,7 @@ def test_exact(tmp_path, precision, rule):
 @pytest.mark.parametrize("precision", ["fp32", "bf16 autocast"])
 @pytest.mark.parametrize("policies", [("exact", "immediate"), ("immediate", "exact"), ("immediate", "immediate")])
 def test_across_policies(tmp_path, precision, policies):
-    whole = Script(precision=precision, clip=None).train(0, 10)
-    expected, losses = weights(whole.model), whole.losses
+    expected, losses = of_ten_steps(precision=precision, clip=None)
     source, target = ({"update": policy, "precision": precision} for policy in policies)
     again = resumed(tmp_path / "state", source, target, clip=None)
     assert again.losses == losses[5:]
@@ -82,8 +89,7 @@ def test_across_policies_the_masters_of_a_bf16_model_keep_their_bits(tmp_path, p
 @pytest.mark.parametrize(("source", "target"), [("exact", None), (None, "exact"), ("immediate", None)])
 @pytest.mark.parametrize("rule", RULES)
 def test_with_and_without_slideformer(tmp_path, source, target, rule):
-    whole = Script(update=None, rule=rule, clip=None).train(0, 10)
-    expected, losses = weights(whole.model), whole.losses
+    expected, losses = of_ten_steps(update=None, rule=rule, clip=None)
     again = resumed(tmp_path / "state", {"update": source, "rule": rule}, {"update": target}, clip=None)
     if rule == "adamw" or not source or not target:
         assert again.losses == pytest.approx(losses[5:], rel=1e-5)

@@ -1,5 +1,7 @@
 """Checkpoints of gradual unfreezing: what trains when one is saved need not be what trains when it is loaded."""
 
+import functools
+
 import pytest
 import torch
 
@@ -29,6 +31,14 @@ def train(script, first, count, unfreeze_at):
         script.train(number, 1)
 
 
+@functools.cache
+def uninterrupted(unfreeze_at, **run):
+    """Weights and losses of ten steps in one process."""
+    whole = Script(**run, frozen=FROZEN)
+    train(whole, 0, 10, unfreeze_at)
+    return weights(whole.model), whole.losses
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("update", ["exact", "immediate"])
 @pytest.mark.parametrize(
@@ -38,9 +48,7 @@ def train(script, first, count, unfreeze_at):
 )
 def test_resume(tmp_path, precision, update, unfreeze_at, save_at, prepared_frozen):
     run = {"precision": precision, "update": update, "clip": 0.5 if update == "exact" else None}
-    whole = Script(**run, frozen=FROZEN)
-    train(whole, 0, 10, unfreeze_at)
-    expected, losses = weights(whole.model), whole.losses
+    expected, losses = uninterrupted(unfreeze_at, **run)
     where = {"unfreeze_at": unfreeze_at, "save_at": save_at, "prepared_frozen": prepared_frozen}
     again = interrupted(tmp_path / "state", **where, **run)
     assert again.losses == losses[save_at:]

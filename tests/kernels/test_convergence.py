@@ -6,6 +6,7 @@ Kernels run as their twins where there is no GPU: that they are equal has tests 
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -49,6 +50,17 @@ def curve(model, lr, autocast, engine=None, flipped=False):
     return torch.stack(losses)
 
 
+def seeded(family):
+    torch.manual_seed(0)
+    return make(family)
+
+
+@functools.cache
+def plain_curve(family, autocast):
+    """Of the plain model, which both precisions look at."""
+    return curve(seeded(family).to(DEVICE), FAMILIES[family], autocast)
+
+
 def one_ulp_away(model):
     """A copy whose weights have all moved to the next number, up or down at random."""
     generator = torch.Generator().manual_seed(5)
@@ -65,15 +77,14 @@ def one_ulp_away(model):
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["fp32", "bf16 autocast"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_loss_curves(family, autocast, record_property):
-    torch.manual_seed(0)
-    model, lr = make(family), FAMILIES[family]
-    plain = curve(copy.deepcopy(model).to(DEVICE), lr, autocast)
+    model, lr = seeded(family), FAMILIES[family]
+    plain = plain_curve(family, autocast)
     others = [
         curve(copy.deepcopy(model).to(DEVICE), lr, autocast, flipped=True),
         curve(one_ulp_away(model).to(DEVICE), lr, autocast),
     ]
     if autocast is not None:
-        others.append(curve(copy.deepcopy(model).to(DEVICE), lr, None))
+        others.append(plain_curve(family, None))
     noise = max((other - plain).abs().max().item() for other in others)
     with managed(model, autocast=autocast) as (engine, handles):
         assert bool(handles) == (family != "GPT2")

@@ -42,7 +42,8 @@ def test_compress(m, n, rank, nonzeros, dtype):
     found = sparse_compress(gradient, left, right)
     assert found.is_contiguous()
     check("core", found, twins.sparse_compress(gradient, left, right), truth)
-    assert torch.equal(found, sparse_compress(gradient, left, right))  # no atomics
+    if DEVICE.type == "cuda":  # no atomics; the interpreter runs one program after the other, always in this order
+        assert torch.equal(found, sparse_compress(gradient, left, right))
 
 
 @pytest.mark.parametrize("nonzeros", NONZEROS)

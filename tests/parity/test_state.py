@@ -1,6 +1,7 @@
 """State in and out: resume bit for bit, checkpoints that other programs can read."""
 
 import contextlib
+import functools
 import io
 
 import pytest
@@ -32,6 +33,21 @@ def through_a_file(value):
     return torch.load(buffer, weights_only=True)
 
 
+@functools.cache
+def last_of_ten_steps(device, policy, precision, rule):
+    """What the last five of ten steps show, which does not depend on when a resumed run was saved."""
+    dtype, autocast = PRECISIONS[precision]
+    cls, options = RULES[rule]
+
+    def straight(run):
+        optimizer = run.optimizer(cls, **options)
+        steps(run, optimizer, 5)
+        run.seen.clear()
+        steps(run, optimizer, 5, first=5)
+
+    return run_managed(llama(dtype), straight, device, policy=policy, autocast=autocast).seen
+
+
 @each_policy
 @each_precision
 @pytest.mark.parametrize("rule", RULES)
@@ -59,16 +75,9 @@ def test_resume(device, policy, precision, rule, when):
         optimizer.load_state_dict(saved["optimizer"])
         steps(run, optimizer, 5, first=5)
 
-    def straight(run):
-        optimizer = run.optimizer(cls, **options)
-        steps(run, optimizer, 5)
-        run.seen.clear()
-        steps(run, optimizer, 5, first=5)
-
     run_managed(llama(dtype), first, device, **options_of_run)
     resumed = run_managed(llama(dtype), second, device, seed=7, **options_of_run)
-    expected = run_managed(llama(dtype), straight, device, **options_of_run)
-    assert_same(expected.seen, resumed.seen)
+    assert_same(last_of_ten_steps(device, policy, precision, rule), resumed.seen)
 
 
 @each_policy
