@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import gc
 import os
 import time
@@ -322,11 +323,13 @@ def is_posix(engine):
     return isinstance(engine.boundaries.shelf.tier, PosixTier)
 
 
-def without_steps(device, numbers):
-    """The weights of a run that took the steps ``numbers``."""
+@functools.cache
+def after_steps(device, *numbers, rows=(ROWS,)):
+    """The weights of a run in memory that took the steps ``numbers`` only, on batches of ``rows`` in turn."""
     model, engine, optimizer = managed(device, "gpu")
+    data = batches(device, rows)
     for number in numbers:
-        step(model, optimizer, batches(device)[0], number)
+        step(model, optimizer, data[number % len(data)], number)
     found = weights(model)
     engine.detach()
     return found
@@ -359,12 +362,12 @@ def test_a_failing_disk_ends_the_step_and_the_next_one_is_right(device, filed, n
         assert error.path.startswith(engine.boundaries.shelf.tier.directory.path)
         assert error.offset is not None
         assert error.remedy
-        assert same(without_steps(device, [0]), weights(model))
+        assert same(after_steps(device, 0), weights(model))
         optimizer.zero_grad()
     broken.mend()
     for number in (3, 4):
         step(model, optimizer, batch, number)
-    assert same(without_steps(device, [0, 3, 4]), weights(model))
+    assert same(after_steps(device, 0, 3, 4), weights(model))
     # what failed keeps neither its graph nor its room
     assert engine.boundaries.shelf.describe()["bytes"] == LEAVING * SIZE
     assert not [ref for ref in engine.boundaries._order if ref() is not None]
@@ -384,7 +387,7 @@ def test_one_failure_costs_one_step(device, filed):
         broken.mend()
         assert same(before, weights(model))
         step(model, optimizer, batch, first + 1)
-    assert same(without_steps(device, [1, 11]), weights(model))
+    assert same(after_steps(device, 1, 11), weights(model))
 
 
 @pytest.mark.parametrize(("name", "after"), [("write_at", 0), ("write_at", LEAVING - 1), ("read_at", 1)])
@@ -409,7 +412,7 @@ def test_the_next_forward_frees_the_graph_of_a_step_that_failed(device, filed, n
         assert [ref() for ref in old if ref() is not None] == []
     finally:
         gc.enable()
-    assert same(without_steps(device, [0, 2]), weights(model))
+    assert same(after_steps(device, 0, 2), weights(model))
 
 
 def test_a_failure_that_nobody_waits_for_is_said(device, filed, caplog):
@@ -429,7 +432,7 @@ def test_a_failure_that_nobody_waits_for_is_said(device, filed, caplog):
     broken.mend()
     step(model, optimizer, batch, 2)
     assert len([record for record in caplog.records if "take other files" in record.message]) == 1
-    assert same(without_steps(device, [0, 2]), weights(model))
+    assert same(after_steps(device, 0, 2), weights(model))
 
 
 def test_a_backward_that_failed_can_be_done_again(device, filed):
@@ -465,10 +468,10 @@ def test_a_full_disk_is_said_when_a_larger_batch_comes(device, filed):
     for words in ("free space", "smaller micro-batches", "activations: host"):
         assert words in caught.value.remedy
     optimizer.zero_grad()
-    assert same(without_steps(device, [0]), weights(model))
+    assert same(after_steps(device, 0), weights(model))
     broken.mend()
     step(model, optimizer, small, 3)
-    assert same(without_steps(device, [0, 3]), weights(model))
+    assert same(after_steps(device, 0, 3), weights(model))
 
 
 @pytest.mark.parametrize("damage", ["bit", "shortened"])
@@ -493,17 +496,18 @@ def test_damage_between_forward_and_backward_shows(device, filed, damage):
     assert caught.value.path == path
     assert caught.value.remedy
     optimizer.zero_grad()
-    assert same(without_steps(device, [0]), weights(model))
+    assert same(after_steps(device, 0), weights(model))
     del loss
     gc.collect()
     step(model, optimizer, batch, 3)
-    assert same(without_steps(device, [0, 3]), weights(model))
+    assert same(after_steps(device, 0, 3), weights(model))
 
 
 @pytest.mark.parametrize("batch", range(3))
 def test_no_fault_is_silent(device, folder, way, batch):
     """Random calls fail, or move less than asked for: a step ends with an error, or with the right bits."""
-    data, expected = batches(device, (ROWS, 2 * ROWS, 200)), {}
+    rows = (ROWS, 2 * ROWS, 200)
+    data = batches(device, rows)
     errors = injected = 0
     for seed in range(batch * 20, batch * 20 + 20):
         random = Random(seed)
@@ -529,13 +533,7 @@ def test_no_fault_is_silent(device, folder, way, batch):
         assert os.listdir(folder) == [] or name == "unlink"
         for left in os.listdir(folder):
             assert os.path.isdir(os.path.join(folder, left))
-        if tuple(done) not in expected:
-            plain, other, plain_optimizer = managed(device, "gpu")
-            for number in done:
-                step(plain, plain_optimizer, data[number % 3], number)
-            expected[tuple(done)] = weights(plain)
-            other.detach()
-        assert same(expected[tuple(done)], found), f"seed {seed}: wrong bits after {done}"
+        assert same(after_steps(device, *done, rows=rows), found), f"seed {seed}: wrong bits after {done}"
     assert injected > 10
     assert errors > 2
 
@@ -561,7 +559,7 @@ def test_detach_after_a_failure(device, filed, folder):
         optimizer.zero_grad()
     engine.detach()
     assert os.listdir(folder) == []
-    assert same(without_steps(device, [0]), weights(model))
+    assert same(after_steps(device, 0), weights(model))
 
 
 def test_an_abandoned_engine_leaves_no_file(device, folder, way):
@@ -626,6 +624,6 @@ def test_auto_goes_to_files_only_where_the_host_is_full(device, folder, monkeypa
     step(model, optimizer, batch, OBSERVED_STEPS + 1)
     assert (engine.boundaries.shelf.pool._created > 0) == (has_room or is_filed)
     assert isinstance(engine.sliding[0], Unit)
-    assert same(without_steps(device, range(OBSERVED_STEPS + 2)), weights(model))
+    assert same(after_steps(device, *range(OBSERVED_STEPS + 2)), weights(model))
     engine.detach()
     assert os.listdir(folder) == []

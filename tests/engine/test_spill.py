@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import errno
+import functools
 import gc
 import itertools
 import os
@@ -419,6 +420,7 @@ def test_weights_are_those_of_the_last_completed_step(folder, device, name, code
     assert os.listdir(folder) == []
 
 
+@functools.cache
 def _weights_by_step(device, steps, script=plain, **options):
     job = Job(device, **options)
     made = [job.weights()]

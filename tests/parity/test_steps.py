@@ -1,9 +1,11 @@
 """Steps of training: losses, gradients, norms and weights, over policies, dtypes, accumulation, clips and rules."""
 
+import functools
+
 import pytest
 import torch
 
-from tests.parity.harness import POLICIES, PRECISIONS, check
+from tests.parity.harness import POLICIES, PRECISIONS, assert_same, check, run_managed, run_plain
 from tests.parity.models import batch, language_loss, llama
 
 ADAMW = {"lr": 1e-2, "fused": True, "weight_decay": 0.1}
@@ -48,6 +50,13 @@ def test_steps(device, policy, precision, look):
     check(llama(dtype), training(gradients=look == "gradients"), device, policy=policy, autocast=autocast)
 
 
+@functools.cache
+def accumulated_and_clipped(device, precision, clip):
+    """What plain PyTorch shows, gradients and all, whoever counts the micro-batches."""
+    dtype, autocast = PRECISIONS[precision]
+    return run_plain(llama(dtype), training(accumulate=4, tail=3, clip=clip), device, autocast=autocast).seen
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("by", ["accumulate", "hand"])
 @pytest.mark.parametrize("look", [False, True])
@@ -55,7 +64,9 @@ def test_steps(device, policy, precision, look):
 def test_accumulation_and_clips(device, precision, by, look, clip):
     dtype, autocast = PRECISIONS[precision]
     script = training(accumulate=4, tail=3, by=by, clip=clip, gradients=look)
-    check(llama(dtype), script, device, autocast=autocast)
+    found = run_managed(llama(dtype), script, device, autocast=autocast).seen
+    looked_at = accumulated_and_clipped(device, precision, clip)
+    assert_same([pair for pair in looked_at if look or not pair[0].startswith("grad ")], found)
 
 
 RULES = {
