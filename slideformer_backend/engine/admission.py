@@ -197,7 +197,9 @@ class Admission:
         engine = self._engine
         unit = edge_unit(len(engine.units), part, engine.device, engine.memory)
         engine.units.append(unit)
-        engine.residency.start_edges([unit], beside=engine.edges.units)
+        edges = [unit, *(other for other in engine.edges.units if other.module is None)]
+        if engine.residency.may_start_edges(edges):
+            engine.residency.start_edges([unit])
         if unit.index in spilled and not unit.updates_on_device:
             engine.spill.include(unit)
         engine.policy.drop_pools(engine.window.relearn(engine.units))

@@ -99,7 +99,8 @@ class Engine:
         device_units = device_units_for(config, self.backend, norms, self.memory, self.workers, self.policy, self.units)
         self.edges = Edges(self.backend, edges, self.policy, device_units)
         self.residency = Residency(config, self.backend, self.window, self.policy, self.memory)
-        self.residency.start_edges(edges if config.strategy == "slide" else [])  # the plan of lsp has decided
+        if terms.edges_update_on_device and config.strategy == "slide":  # lsp makes them so
+            self.residency.start_edges(edges)
         begin_spill(self.spill, self.units, terms)
         self.feed, self.pace = Feed(self), Pace(config, self.backend, self.spill, self.memory)
         lease, expects = self.feed.lease_for_backward, self._expects_step

@@ -91,17 +91,18 @@ class Residency:
             return None
         return spare_device_bytes(self.budget, torch.cuda.max_memory_allocated(device))
 
-    def start_edges(self, units: list[Unit], beside: Sequence[Unit] = ()) -> None:
-        """Before states are allocated: edge units update on the device when a quarter of the budget holds them all,
-        and those that are there already (``beside``).
+    def start_edges(self, units: Sequence[Unit]) -> None:
+        """Before states are allocated: edge units update on the device.
 
         Their gradients arrive last and their weights are needed first, so their update is exposed in every step.
         """
-        edges = [*units, *(unit for unit in beside if unit.module is None)]
-        if edges_may_update_on_device(sum(map(_resident_bytes, edges)), self.budget):
-            for unit in units:
-                unit.updates_on_device = True
-                unit.weights = self._memory.allocate(f"weights of {unit.name}", 0, dma=False)
+        for unit in units:
+            unit.updates_on_device = True
+            unit.weights = self._memory.allocate(f"weights of {unit.name}", 0, dma=False)
+
+    def may_start_edges(self, units: Sequence[Unit]) -> bool:
+        """Whether a quarter of the budget holds these edge units with their states."""
+        return edges_may_update_on_device(sum(map(_resident_bytes, units)), self.budget)
 
     def before_recompute(self) -> int | None:
         """Device bytes in use, while that is observed. The first recompute of a step also notes by how much the peak so

@@ -26,6 +26,12 @@ BACKWARD_SHARE = 0.75
 """Of compute, recompute included: states are read and written beside it; a drive that takes longer is waited for."""
 
 
+def may_spill(request: Request) -> bool:
+    """Whether states may go to files."""
+    where = request.choices.optimizer_states
+    return where == "nvme" or (where == "auto" and request.machine.nvme_free > 0)
+
+
 def with_host_choices(request: Request, terms: Terms, activations: Activations) -> tuple[Terms, Spill | None]:
     """Fewer gradient buffers in flight where memory is short, in the end one, if no states can go to NVMe; states there
     where it is not enough, or if asked; then working weights.
@@ -35,18 +41,16 @@ def with_host_choices(request: Request, terms: Terms, activations: Activations) 
     """
     choices, parts = request.choices, request.parts
     budget, nvme = request.host_budget - activations.host, max(0, request.machine.nvme_free - activations.nvme)
-    may_spill = choices.optimizer_states == "nvme" or (
-        choices.optimizer_states == "auto" and request.machine.nvme_free > 0
-    )
+    has_files = may_spill(request)
     if choices.weights == "nvme":  # states take what frames leave
-        away = frozenset(range(len(parts.sliding) + len(parts.edges)) if may_spill else ())
+        away = frozenset(range(len(parts.sliding) + len(parts.edges)) if has_files else ())
         found = _with_weights(request, replace(terms, spilled=away), budget, nvme)
         terms = replace(terms, filed=found.filed, frames=found.frames)
     fewer, one = (replace(terms, spares=min(terms.spares, spares)) for spares in (LEAST_SPARES, 1))
     spill = None
-    for candidate in (terms, fewer) if may_spill else (terms, fewer, one):
+    for candidate in (terms, fewer) if has_files else (terms, fewer, one):
         decided, spill = candidate, None
-        if choices.optimizer_states == "nvme" or (may_spill and ledger_of(parts, fewer).host > budget):
+        if choices.optimizer_states == "nvme" or (has_files and ledger_of(parts, fewer).host > budget):
             decided, spill = _with_states(request, candidate, budget, nvme)
         if ledger_of(parts, decided).host <= budget and (spill is None or spill.fits):
             return decided, spill

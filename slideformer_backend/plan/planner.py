@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from ..config import SlideFormerConfig
 from .activations import KEPT_INPUTS, STAGED_INPUTS, UnitActivity
-from .filing import with_depth, with_host_choices
+from .filing import may_spill, with_depth, with_host_choices
 from .layout import size_classes
 from .ledger import (
     Ledger,
@@ -177,8 +177,7 @@ class Plan(Outcome):
 
 def make_plan(request: Request) -> Plan:
     """The best plan that fits; where none does, the one that lacks least."""
-    terms = _with_device_choices(request)
-    terms, spill = with_host_choices(request, terms, activation_bytes(request))
+    terms, spill = _with_choices(request)
     before, after = terms, request
     kept: frozenset[int] = frozenset()
     if request.machine.has_gpu and request.load is not None:
@@ -277,11 +276,25 @@ def head_operations(request: Request) -> float:
     return 2.0 * request.vocabulary * request.hidden * (request.load.tokens if request.load else 0)
 
 
-def _with_device_choices(request: Request) -> Terms:
-    """Where edges are updated, and how far ahead units are fetched: as far as memory allows."""
+def _with_choices(request: Request) -> tuple[Terms, Spill | None]:
+    """What device and host hold. Edges that take more than their part of the device keep their states there all the
+    same where the host cannot hold them, and no file either, and the device can."""
+    activations = activation_bytes(request)
+    terms, spill = with_host_choices(request, _with_device_choices(request), activations)
+    lacking = ledger_of(request.parts, terms).host + activations.host - request.host_budget
+    if request.machine.has_gpu and not (terms.edges_update_on_device or may_spill(request)) and lacking > 0:
+        moved = _with_device_choices(request, edges_first=True)
+        if moved.edges_update_on_device:
+            return with_host_choices(request, moved, activations)
+    return terms, spill
+
+
+def _with_device_choices(request: Request, *, edges_first: bool = False) -> Terms:
+    """Where edges are updated, and how far ahead units are fetched: as far as memory allows. ``edges_first``: edges may
+    take more than their part of the device."""
     choices, budget = request.choices, request.gpu_budget
     edges = sum(resident_bytes(part.specs, choices.moments) for part in request.parts.edges)
-    is_on_device = request.machine.has_gpu and edges_may_update_on_device(edges, budget)
+    is_on_device = edges_first or (request.machine.has_gpu and edges_may_update_on_device(edges, budget))
     terms = Terms(
         update=choices.update,
         accumulates=request.load is not None and request.load.accumulate > 1,

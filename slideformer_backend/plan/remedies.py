@@ -90,6 +90,9 @@ def _settings(plan: Plan) -> Iterator[Change]:
         if choices.prefetch not in (None, 0):
             yield _with(request, "prefetch", 0, "fetch no units ahead (prefetch: 0)", value=0)
     if "host" in short:
+        if "gpu" not in short and choices.activations in ("auto", "gpu") and request.activity:
+            text = "make room on the GPU for states of embedding and head (activations: host)"
+            yield _with(request, "activations", "host", text)
         if choices.activations == "host" and request.activity and request.machine.nvme_free:
             yield _with(request, "activations", "nvme", "keep the inputs of units on NVMe (activations: nvme)")
         if choices.update == "exact":

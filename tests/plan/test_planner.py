@@ -253,7 +253,7 @@ def test_what_helps_where_boundaries_do_not_fit(request_for, machine):
     plan, named, _ = changes(on=machine(gpu=gpu, host=host), activations="gpu")
     assert "nvme" not in named
     tight = make_plan(request_for("llama-8b", 64, 2048, on=machine(gpu=gpu, host=host), activations="nvme")).host
-    plan, named, _ = changes(on=machine(gpu=gpu, host=tight + GIB, nvme=500 * GIB), activations="host",
+    plan, named, _ = changes(on=machine(gpu=gpu, host=tight - 10 * GIB, nvme=500 * GIB), activations="host",
                              optimizer_states="host")  # fmt: skip
     assert set(plan.shortages) == {"host"}
     assert "nvme" in named
@@ -262,6 +262,31 @@ def test_what_helps_where_boundaries_do_not_fit(request_for, machine):
     assert "host" in named
     assert any(text.startswith("micro-batches of") for text in texts)
     assert any("free space for spill files" in text for text in texts)
+
+
+def test_edges_keep_states_on_the_device_where_the_host_cannot_hold_them(request_for, machine):
+    """More than a quarter of the device, which they may take otherwise."""
+
+    def plan(*, gpu=24, host=121, nvme=0, **options):
+        on = machine(gpu=gpu * GIB, host=host * GIB, nvme=nvme * GIB)
+        return make_plan(request_for("llama-8b", 32, on=on, **options))
+
+    moved = plan(activations="host")
+    assert moved.terms.edges_update_on_device
+    assert not moved.shortages
+    roomy = plan(activations="host", host=200)
+    assert not roomy.terms.edges_update_on_device
+    states = sum(12 * spec.shape.numel() for part in moved.request.parts.edges for spec in part.specs)
+    assert roomy.first.host_states - moved.first.host_states == states
+    assert not plan(activations="host", nvme=500).terms.edges_update_on_device  # files take states
+    no_files = {"optimizer_states": "host", "weights": "host"}
+    assert plan(activations="host", nvme=500, **no_files).terms.edges_update_on_device
+    full = plan()
+    assert set(full.shortages) == {"host"}
+    assert not full.terms.edges_update_on_device
+    found = {change.settings.get("activations"): change for change in smallest_changes(full)}
+    assert make_plan(found["host"].request).terms.edges_update_on_device
+    assert not make_plan(found["host"].request).shortages
 
 
 def test_states_get_what_boundaries_leave_of_the_disk(request_for, machine):
