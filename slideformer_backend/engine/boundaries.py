@@ -52,6 +52,7 @@ class Boundaries:
         self._seen = 0
         self._most_seen = 0
         self._has_given_way = False
+        self._is_host_full = False
 
     @property
     def device(self) -> torch.device:
@@ -101,7 +102,7 @@ class Boundaries:
         if len(self._order) > self.kept:
             oldest = self._order[-1 - self.kept]()
             if oldest is not None and oldest.block is None:
-                self._store(oldest)
+                self._store_if_room(oldest)
         return boundary
 
     def note(self, tensor: torch.Tensor) -> None:
@@ -152,6 +153,14 @@ class Boundaries:
         for boundary in [boundary for ref in self._order if (boundary := ref()) is not None]:
             if is_lost(boundary.loaded):
                 boundary.tensor = boundary.loaded = None
+
+    def _store_if_room(self, boundary: Boundary) -> None:
+        try:
+            self._store(boundary)
+        except MemoryError as error:
+            if not self._is_host_full:
+                self._is_host_full = True
+                logger.warning("SlideFormer: inputs of layers stay on the device where the host has no room: %s", error)
 
     def _store(self, boundary: Boundary) -> None:
         tensor = boundary.tensor

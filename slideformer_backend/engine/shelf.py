@@ -15,8 +15,12 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
+from ..plan.host_budget import probe_host_budget
 from ..storage import HostMemory, Slab, Tracked
 from ..transfer import Backend, Ticket, copy
+
+RESERVE_SHARE = 50
+"""Of host memory, the part that blocks leave free: where it ends, the kernel kills the process with no word."""
 
 
 class Room(Protocol):
@@ -81,8 +85,8 @@ class BlockPool(Generic[R]):
             return block
         if self._free:
             self._remove(self._free[0])  # before the larger one takes its place
+        block = Block(self._make(self._created + 1, nbytes))
         self._created += 1
-        block = Block(self._make(self._created, nbytes))
         self.nbytes += nbytes
         return block
 
@@ -185,7 +189,14 @@ class HostShelf(Shelf):
 
     def __init__(self, backend: Backend, memory: HostMemory) -> None:
         super().__init__(backend)
-        self.pool = BlockPool(lambda number, nbytes: memory.allocate(f"boundary block {number}", nbytes, dma=True))
+        self._memory = memory
+        self.pool = BlockPool(self._make)
+
+    def _make(self, number: int, nbytes: int) -> Slab:
+        host = probe_host_budget()
+        if host.available - nbytes < host.total // RESERVE_SHARE:
+            raise MemoryError(f"{host.available:,} bytes of host memory are left ({host.limited_by})")
+        return self._memory.allocate(f"boundary block {number}", nbytes, dma=True)
 
     def store(self, boundary: Boundary, source: torch.Tensor) -> Ticket:
         """See ``Shelf``."""

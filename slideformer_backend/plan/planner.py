@@ -278,11 +278,14 @@ def head_operations(request: Request) -> float:
 
 def _with_choices(request: Request) -> tuple[Terms, Spill | None]:
     """What device and host hold. Edges that take more than their part of the device keep their states there all the
-    same where the host cannot hold them, and no file either, and the device can."""
+    same where the host cannot hold them, and no file may, and the device can."""
     activations = activation_bytes(request)
     terms, spill = with_host_choices(request, _with_device_choices(request), activations)
-    lacking = ledger_of(request.parts, terms).host + activations.host - request.host_budget
-    if request.machine.has_gpu and not (terms.edges_update_on_device or may_spill(request)) and lacking > 0:
+    needed = ledger_of(request.parts, terms).host + activations.host
+    if request.load is None and request.choices.activations == "host":
+        needed += request.gpu_budget // UNKNOWN_BATCH_SHARE
+    is_short = request.machine.has_gpu and needed > request.host_budget
+    if is_short and not (terms.edges_update_on_device or may_spill(request)):
         moved = _with_device_choices(request, edges_first=True)
         if moved.edges_update_on_device:
             return with_host_choices(request, moved, activations)

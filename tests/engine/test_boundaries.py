@@ -12,6 +12,7 @@ from torch import nn
 from slideformer_backend.api import attach
 from slideformer_backend.config import SlideFormerConfig
 from slideformer_backend.engine import shelf
+from slideformer_backend.plan.host_budget import HostBudget
 from slideformer_backend.plan.placement import UnitCost, place
 from slideformer_backend.storage import HostMemory
 from tests.budgets import tight
@@ -93,6 +94,35 @@ def test_training_is_bit_equal(device, options):
     assert none == 0
     assert blocks > 0
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+def test_they_stay_where_the_host_is_full(device, monkeypatch, caplog):
+    """Two blocks, then no more: the kernel would kill the process."""
+    expected, _ = train(device, "gpu")
+    size = ROWS * WIDTH * 4
+    left = [100 * size + 2 * size]
+
+    def probe():
+        return HostBudget(5000 * size, left[0], 0, "the test")
+
+    make = shelf.HostShelf._make
+
+    def counted(host_shelf, number, nbytes):
+        slab = make(host_shelf, number, nbytes)
+        left[0] -= nbytes
+        return slab
+
+    monkeypatch.setattr(shelf, "probe_host_budget", probe)
+    monkeypatch.setattr(shelf.HostShelf, "_make", counted)
+    with caplog.at_level("WARNING"):
+        found, blocks = train(device, "host")
+    assert blocks == 2
+    assert left == [100 * size]
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert [message for message in caplog.messages if "host has no room" in message] == [
+        f"SlideFormer: inputs of layers stay on the device where the host has no room: {100 * size:,} bytes of host"
+        " memory are left (the test)"
+    ]
 
 
 def test_all_but_the_newest_leave_and_their_memory_is_reused(device):

@@ -281,6 +281,10 @@ def test_edges_keep_states_on_the_device_where_the_host_cannot_hold_them(request
     assert not plan(activations="host", nvme=500).terms.edges_update_on_device  # files take states
     no_files = {"optimizer_states": "host", "weights": "host"}
     assert plan(activations="host", nvme=500, **no_files).terms.edges_update_on_device
+    # 8 GiB of inputs are not known before the batch: their share counts
+    unknown = [plan(activations="host", host=host).request for host in (121, 127, 200)]
+    unknown = [make_plan(dataclasses.replace(request, load=None)).terms for request in unknown]
+    assert [terms.edges_update_on_device for terms in unknown] == [True, True, False]
     full = plan()
     assert set(full.shortages) == {"host"}
     assert not full.terms.edges_update_on_device
