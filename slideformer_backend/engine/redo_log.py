@@ -23,6 +23,11 @@ class RedoLog(UpdatePolicy):
     are committed when their next gradient arrives. The others get both in one pass, which takes longer but saves the
     commit: as many commits are put off as the lane has time for during the backward."""
 
+    tail = 4
+    """How many units, the first in forward order, are committed while the next forward runs, where the lane keeps pace
+    with the backward and idles in the forward. Their gradients come last, and the forward after it waits for their
+    weights: with nothing left to commit, those take half as long."""
+
     def arrive(self, unit: Unit, *, is_last: bool) -> None:
         self.absorb(unit)
         buffer = unit.gradient
@@ -82,6 +87,8 @@ class RedoLog(UpdatePolicy):
                 if unit.gradient is not None:
                     self.backend.synchronize("host waits for norm", unit.measured)
                     self.backend.touch_host("user's alias of a gradient", writes=(unit.gradient.slab,))
+        if not stale:
+            self._commit_tail(units)
 
     def commit(self, unit: Unit) -> None:
         buffer = unit.logged
@@ -96,6 +103,14 @@ class RedoLog(UpdatePolicy):
         sliding = [unit for unit in units if not unit.is_resident]
         late = sum(unit.updated is not None and not unit.updated.is_complete for unit in sliding)
         self.deferred = max(0, min(self.deferred, len(sliding)) - late) if late else self.deferred + 1
+
+    def _commit_tail(self, units: Sequence[Unit]) -> None:
+        """See ``tail``; ``units`` in forward order. Where more of them are late, the lane is behind: it has no time."""
+        sliding = [unit for unit in units if not unit.is_resident and unit.spill is None]
+        late = sum(unit.updated is not None and not unit.updated.is_complete for unit in sliding)
+        if 0 < late <= self.tail:
+            for unit in sliding[: self.tail]:
+                self.commit(unit)
 
     def _update(self, unit: Unit, buffer: GradientBuffer) -> None:
         """Commit the step just logged and write its working weights, in one pass."""

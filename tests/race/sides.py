@@ -117,6 +117,7 @@ class EngineSide(Side):
         self.engine.backward.gradients.measures_slots = seed % 2 == 1  # as on a CUDA device
         if isinstance(self.engine.policy, RedoLog) and seed % 3:
             self.engine.policy.deferred = seed % 3 - 1  # none or one, where all would be put off at first
+            self.engine.policy.tail = seed % 3 - 1
         boundaries = self.engine.boundaries
         boundaries.least, boundaries.kept = 0, 1  # two of three leave
         if seed % 5 == 2:  # nothing is recomputed, or the last unit is not: weights stay in slots

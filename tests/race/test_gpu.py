@@ -87,13 +87,13 @@ def _trained(
     seen: list[torch.Tensor] = []
     with torch.cuda.stream(stream):
         for step in range(STEPS):
-            if step == 1 and grow:
-                torch.cuda._sleep(BEHIND_MS * CYCLES_PER_MS)
-                engine.window.grow(engine.sliding, grow)
             for part in range(accumulate):
                 generator = torch.Generator().manual_seed(step * 10 + part)
                 x = torch.randn(8, WIDTH, generator=generator).to(device, model.inp.weight.dtype)
                 engine.last_microbatch = lambda part=part: part == accumulate - 1
+                if step == 1 and part == 0 and grow:  # not before the input is there: the host waits for its copy
+                    torch.cuda._sleep(BEHIND_MS * CYCLES_PER_MS)
+                    engine.window.grow(engine.sliding, grow)
                 if compute_ms:
                     torch.cuda._sleep(int(compute_ms * CYCLES_PER_MS))
                 loss = model(x).float().square().mean()
