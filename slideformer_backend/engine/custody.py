@@ -146,7 +146,7 @@ def _is_restored(engine: Engine, unit: Unit) -> bool:
         return False  # what the user wrote is in parameters of an earlier step
     if failed:
         unit.operations.clear()
-        unit.updated = None
+        unit.updated = unit.made = None
     try:
         _catch_up(engine, unit, failed)
         if not is_shown:
@@ -174,7 +174,7 @@ def _catch_up(engine: Engine, unit: Unit, failed: Sequence[Operation]) -> None:
         if unit.filed is None or not engine.policy.can_make(unit):
             raise
         unit.operations.clear()
-        unit.updated = None
+        unit.updated = unit.made = None
         engine.spill.weights.recover()
         for operation in left:  # masters and moments have to come to the last step too
             engine.policy.redo(unit, operation, whole=True)

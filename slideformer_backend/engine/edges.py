@@ -180,7 +180,7 @@ class Edges:
             f"weights of {unit.name} to the device",
             run,
             after={
-                "h2d after weights updated": unit.updated,
+                "h2d after weights updated": unit.made,
                 "h2d after compute released weights": self.backend.mark(f"compute with {unit.name}"),
             },
             reads=(unit.weights,),

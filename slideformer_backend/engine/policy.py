@@ -353,6 +353,8 @@ class UpdatePolicy(abc.ABC):
         run = partial(operation.execute, unit.updated)
         ticket = self.backend.update.submit(name, run, after=after, reads=reads, writes=writes, line=unit.line)
         unit.updated = operation.ticket = ticket
+        if unit.weights in writes:
+            unit.made = ticket
         while unit.operations and unit.operations[0].ticket.has_succeeded:
             del unit.operations[0]
         unit.operations.append(operation)

@@ -25,8 +25,8 @@ class RedoLog(UpdatePolicy):
 
     tail = 4
     """How many units, the first in forward order, are committed while the next forward runs, where the lane keeps pace
-    with the backward and idles in the forward. Their gradients come last, and the forward after it waits for their
-    weights: with nothing left to commit, those take half as long."""
+    with the backward and idles in the forward. The forward after that waits for their weights, since their gradients
+    come last: with nothing left to commit, those take half as long."""
 
     def arrive(self, unit: Unit, *, is_last: bool) -> None:
         self.absorb(unit)
@@ -105,11 +105,12 @@ class RedoLog(UpdatePolicy):
         self.deferred = max(0, min(self.deferred, len(sliding)) - late) if late else self.deferred + 1
 
     def _commit_tail(self, units: Sequence[Unit]) -> None:
-        """See ``tail``; ``units`` in forward order. Where more of them are late, the lane is behind: it has no time."""
+        """See ``tail``; ``units`` in forward order. Where more of them are late, the lane is behind: it has no time.
+        The lane takes first what the forward needs first, so no commit may stand before weights still to be made."""
         sliding = [unit for unit in units if not unit.is_resident and unit.spill is None]
-        late = sum(unit.updated is not None and not unit.updated.is_complete for unit in sliding)
-        if 0 < late <= self.tail:
-            for unit in sliding[: self.tail]:
+        late = [n for n, unit in enumerate(sliding) if unit.updated is not None and not unit.updated.is_complete]
+        if 0 < len(late) <= self.tail:
+            for unit in sliding[late[-1] : self.tail]:
                 self.commit(unit)
 
     def _update(self, unit: Unit, buffer: GradientBuffer) -> None:

@@ -255,7 +255,7 @@ class Residency:
             torch.cuda.synchronize(device)  # the host memory is unregistered next
         unit.where = Where.RESIDENT
         unit.updates_on_device = True
-        unit.updated = unit.sent = unit.measured = None
+        unit.updated = unit.made = unit.sent = unit.measured = None
         self._policy.spill.release(unit)
         unit.states.clear()
         unit.weights = self._memory.allocate(f"weights of {unit.name}", 0, dma=False)

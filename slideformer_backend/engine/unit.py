@@ -167,10 +167,10 @@ class ParamRecord(_WeaklyReferable):
 class Unit:
     """What slides (a repeated block), or an edge unit that stays on the device.
 
-    Tickets: ``updated`` is the last operation that wrote host working weights or states, ``sent`` the last transfer
-    that read the host working weights, ``measured`` the last norm of the gradient, ``refreshed`` (edge units) the last
-    transfer into the resident parameters, ``pulled`` the last one that brought them to the host, ``copied`` the last
-    one that read the device gradients.
+    Tickets: ``updated`` is the last operation that wrote host working weights or states, ``made`` the last one that
+    wrote the weights, ``sent`` the last transfer that read them, ``measured`` the last norm of the gradient,
+    ``refreshed`` (edge units) the last transfer into the resident parameters, ``pulled`` the last one that brought them
+    to the host, ``copied`` the last one that read the device gradients.
     """
 
     index: int
@@ -219,6 +219,7 @@ class Unit:
     norms: Tracked = field(default_factory=lambda: Tracked("sums of squares", torch.empty(0)))
     """Stands for the results of the last norm."""
     updated: Ticket | None = None
+    made: Ticket | None = None
     operations: list[Operation] = field(default_factory=list)
     """Those not known to have succeeded, in order: from the first that failed on, none has been done."""
     sent: Ticket | None = None

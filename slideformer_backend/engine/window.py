@@ -139,7 +139,7 @@ class Window:
     def fetch(self, unit: Unit) -> None:
         """Start bringing the working weights of ``unit`` to the device; does not block.
 
-        The host working weights must be current or about to be (``unit.updated``).
+        The host working weights must be current or about to be (``unit.made``).
         """
         slot = unit.weight_slot
         if slot is not None and slot.content == unit.content:
@@ -164,7 +164,7 @@ class Window:
             run,
             after={
                 "h2d after slot released": slot.released,
-                "h2d after weights updated": unit.updated,
+                "h2d after weights updated": unit.made,
                 self._files.names.sent_loaded: self._files.stage(unit),
             },
             reads=(unit.weights,),
