@@ -11,7 +11,34 @@ from pathlib import Path
 import pytest
 import torch
 
-KERNELS = Path(__file__).resolve().parents[1] / "kernels"
+TESTS = Path(__file__).resolve().parent
+KERNELS = TESTS.parent / "kernels"
+LONGEST = (
+    "main_job/test_job.py",  # fetches the real model, which lsp/test_real_model.py uses too, much later
+    "race/test_events.py",
+    "families/test_families.py",
+    "engine/test_spill.py",
+    "engine/test_file_shelf.py",
+    "parity/test_state.py",
+    "race/test_waits.py",
+    "checkpoint/test_memory.py",
+    "parity/test_double_backward.py",
+    "launch/test_processes.py",
+    "checkpoint/test_resume.py",
+    "parity/test_steps.py",
+    "parity/test_clips.py",
+    "kernels/test_convergence.py",
+    "features/test_peft.py",
+    "parity/test_parameters.py",
+    "bench/test_zero_offload.py",
+    "parity/test_unfreezing.py",
+    "lsp/test_real_model.py",
+    "checkpoint/test_kills.py",
+    "checkpoint/test_readme_pages.py",
+    "packaging/test_source.py",
+)
+"""Files of tests that take half a minute or more, the longest first: no worker is to be left alone with one at the
+end."""
 _STARTED_WITH = frozenset(os.environ)
 
 
@@ -49,6 +76,11 @@ def environment_stays():
     yield
     left = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"} & os.environ.keys() - _STARTED_WITH
     assert not left, f"the test left {sorted(left)} in the environment"
+
+
+def pytest_collection_modifyitems(items):
+    places = {TESTS / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 def pytest_collection_finish():

@@ -42,7 +42,9 @@ def stages(options: argparse.Namespace, gpu: bool) -> dict[str, list[str]]:
     """The pytest command of each stage, as arguments for the environment's Python."""
     tests = ["-m", "pytest", "--durations=10"]
     # Every worker computes on one thread (see `test_environment`), so workers share nothing but memory.
-    workers = ["-n", str(min(cores(), 8)), "--dist", "loadgroup"] if cores() > 1 else []
+    # A file stays with one worker: what its tests share is made once. The longest begin (tests/conftest.py).
+    by_file = ["--dist", "loadfile", "--no-loadscope-reorder"]
+    workers = ["-n", str(min(cores(), 8)), *by_file] if cores() > 1 else []
     found = {"gpu": [*tests, "-m", "gpu", *options.pytest]} if gpu else {}
     found["tests"] = [*tests, "-m", "not gpu", *workers, *options.pytest]
     return found

@@ -14,8 +14,6 @@ from tests.main_job.conftest import ROOT, fetch
 
 __all__ = ["fetch"]
 
-pytestmark = pytest.mark.xdist_group("main job")  # one worker: they share the fetched model
-
 RANK, NONZEROS, ROUNDS = 288, 8, 200
 LAYER = "model.layers.1."
 NAMES = [LAYER + name for name in ("self_attn.q_proj.weight", "self_attn.o_proj.weight")]
@@ -26,7 +24,6 @@ def gradients(fetch):
     """Of the first layers of SmolLM2-135M, for a batch of the training text and one of the held-out text."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    torch.set_num_threads(2)
     folder = Path(os.environ.get("SLIDEFORMER_TEST_CACHE") or ROOT / ".cache")
     fetch.main(folder)
     source = folder / "smollm2-135m"

@@ -26,8 +26,6 @@ STEPS = 4
 # may differ in their last places, and with them the losses of later steps.
 CLIPPED_TOLERANCE = 1e-5
 
-pytestmark = pytest.mark.xdist_group("main job")  # one worker: the runs are shared
-
 PLAIN = """
 compute_environment: LOCAL_MACHINE
 distributed_type: "NO"
