@@ -78,6 +78,14 @@ def environment_stays():
     assert not left, f"the test left {sorted(left)} in the environment"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def kept_by_modules():
+    """What a module of tests leaves behind stays too: kernels it compiled, libraries it imported."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(items):
     places = {TESTS / name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
