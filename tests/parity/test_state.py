@@ -33,17 +33,22 @@ def through_a_file(value):
     return torch.load(buffer, weights_only=True)
 
 
+def half(device):
+    """Steps before a run is saved, and after: on a GPU more than its first three, in which layers may move there."""
+    return 5 if device.type == "cuda" else 3
+
+
 @functools.cache
-def last_of_ten_steps(device, policy, precision, rule):
-    """What the last five of ten steps show, which does not depend on when a resumed run was saved."""
+def uninterrupted(device, policy, precision, rule):
+    """What the second half of all steps shows, which does not depend on when a resumed run was saved."""
     dtype, autocast = PRECISIONS[precision]
     cls, options = RULES[rule]
 
     def straight(run):
         optimizer = run.optimizer(cls, **options)
-        steps(run, optimizer, 5)
+        steps(run, optimizer, half(device))
         run.seen.clear()
-        steps(run, optimizer, 5, first=5)
+        steps(run, optimizer, half(device), first=half(device))
 
     return run_managed(llama(dtype), straight, device, policy=policy, autocast=autocast).seen
 
@@ -53,7 +58,7 @@ def last_of_ten_steps(device, policy, precision, rule):
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("when", ["after step", "after zero_grad"])
 def test_resume(device, policy, precision, rule, when):
-    """5 steps, save, a new process's model and optimizer, 5 steps: the bits of 10 steps."""
+    """Half of the steps, save, a new process's model and optimizer, the other half: the bits of all of them."""
     dtype, autocast = PRECISIONS[precision]
     cls, options = RULES[rule]
     options_of_run = {"policy": policy, "autocast": autocast}
@@ -61,8 +66,9 @@ def test_resume(device, policy, precision, rule, when):
 
     def first(run):
         optimizer = run.optimizer(cls, **options)
-        steps(run, optimizer, 4)
-        ids = batch(4, length=7, device=run.device)
+        last = half(device) - 1
+        steps(run, optimizer, last)
+        ids = batch(last, length=6 + last % 3, device=run.device)
         run.backward(language_loss(run.forward(ids), ids))
         optimizer.step()
         if when == "after zero_grad":
@@ -73,11 +79,11 @@ def test_resume(device, policy, precision, rule, when):
         run.model.load_state_dict(saved["model"])
         optimizer = run.optimizer(cls, **options)
         optimizer.load_state_dict(saved["optimizer"])
-        steps(run, optimizer, 5, first=5)
+        steps(run, optimizer, half(device), first=half(device))
 
     run_managed(llama(dtype), first, device, **options_of_run)
     resumed = run_managed(llama(dtype), second, device, seed=7, **options_of_run)
-    assert_same(last_of_ten_steps(device, policy, precision, rule), resumed.seen)
+    assert_same(uninterrupted(device, policy, precision, rule), resumed.seen)
 
 
 @each_policy
