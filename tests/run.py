@@ -51,10 +51,13 @@ def stages(options: argparse.Namespace, gpu: bool) -> dict[str, list[str]]:
 
 
 def test_environment(options: argparse.Namespace) -> dict[str, str]:
-    """One thread per process; no model hub; the cache for tests that use the real model."""
+    """One thread per process; no model hub; the cache for tests that use the real model.
+
+    Tests start more than a hundred processes, which read the byte code that the first of them wrote.
+    """
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     return {
-        **os.environ,
+        **{name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"},
         **threads,
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
