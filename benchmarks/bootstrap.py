@@ -217,7 +217,8 @@ def _install(environment: Environment, torch: Torch, extras: Sequence[str]) -> N
     if subprocess.run([*pip, "--version"], capture_output=True, check=False).returncode != 0:
         pip = [sys.executable, "-m", "pip", "--python", str(environment.python)]
     package = f"{ROOT}[{','.join(extras)}]" if extras else str(ROOT)
-    command = [*pip, "install", "--disable-pip-version-check", "--progress-bar", "off", "-qq"]
+    # --no-compile: a minute for byte code of which most is never read; the first import of a module writes its own
+    command = [*pip, "install", "--no-compile", "--disable-pip-version-check", "--progress-bar", "off", "-qq"]
     if torch.inherited:
         if importlib.util.find_spec("setuptools") is not None:
             # venv brings an old one up to Python 3.11; it would hide the one that fits the inherited torch.

@@ -59,8 +59,10 @@ class Arithmetic:
     is kept to cutting arrays that were made once.
     """
 
-    slices_per_worker = 2
-    """More even out workers that share a core with somebody; each costs a turn with the GIL."""
+    least_share = 8
+    """A slice is half of what each worker would have left, and at least one in so many of its part. Small ones in the
+    end even out workers that share a core with somebody: of two halves each, one that is late makes everybody wait for
+    half a part. Each costs two turns with the GIL."""
 
     def __init__(self, workers: WorkerPool) -> None:
         self._workers = workers
@@ -149,10 +151,14 @@ class Arithmetic:
         yield from self._cut(record.numel, record.unit.layout.state_elements)
 
     def _cut(self, count: int, whole: int) -> Iterator[slice]:
-        """Slices of ``count`` elements such that ``whole`` elements make a few per worker."""
-        size = -(-whole // (BLOCK * self._workers.threads * self.slices_per_worker)) * BLOCK
-        for start in range(0, count, max(size, BLOCK)):  # a parameter may have no elements
+        """Slices of ``count`` elements, the first of ``whole`` that the workers have to do (see ``least_share``)."""
+        halves = 2 * BLOCK * self._workers.threads
+        least = max(1, whole // (halves // 2 * self.least_share))
+        start = 0
+        while start < count:
+            size = max(least, -(-(whole - start) // halves)) * BLOCK
             yield slice(start, min(start + size, count))
+            start += size
 
 
 def _merged(items: Sequence[tuple[Update, ...]]) -> list[tuple[Update, ...]]:
