@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import abc
 import math
+import random
+from collections.abc import Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +22,7 @@ from slideformer_backend.api import Engine, attach
 from slideformer_backend.config import SlideFormerConfig
 from slideformer_backend.engine.clip import as_tensor
 from slideformer_backend.engine.redo_log import RedoLog
-from slideformer_backend.engine.unit import KINDS, ONE
+from slideformer_backend.engine.unit import KINDS, ONE, Unit
 from slideformer_backend.optim import numba_kernels as kernels
 from slideformer_backend.optim.norm import block_count, clip_coefficient
 from slideformer_backend.optim.rules import rule_for
@@ -118,6 +121,8 @@ class EngineSide(Side):
         if isinstance(self.engine.policy, RedoLog) and seed % 3:
             self.engine.policy.deferred = seed % 3 - 1  # none or one, where all would be put off at first
             self.engine.policy.tail = seed % 3 - 1
+        if isinstance(self.engine.policy, RedoLog) and seed % 4 == 1:  # however many are late
+            vars(self.engine.policy)["_commit_tail"] = partial(_commit_some, self.engine.policy, random.Random(seed))
         boundaries = self.engine.boundaries
         boundaries.least, boundaries.kept = 0, 1  # two of three leave
         if seed % 5 == 2:  # nothing is recomputed, or the last unit is not: weights stay in slots
@@ -278,6 +283,12 @@ class PlainSide(Side):
         out = np.zeros(block_count(parameter.numel()), np.float64)
         kernels.sum_squares(_gradient(parameter), KINDS[parameter.dtype], out)
         return float(out.sum())
+
+
+def _commit_some(policy: RedoLog, choose: random.Random, units: Iterable[Unit]) -> None:
+    for unit in units:
+        if not unit.is_resident and choose.random() < 0.5:
+            policy.commit(unit)
 
 
 def _gradient(parameter: nn.Parameter) -> np.ndarray:
