@@ -95,15 +95,11 @@ class Boundaries:
 
     def put(self, name: str, tensor: torch.Tensor) -> Boundary:
         """Take charge of the input of a forward of unit ``name``; an older one may start to leave."""
-        self._let_go(most=self.shelf.exits - 1)
-        boundary = Boundary(name, tensor, self.shelf)
-        self._order = [ref for ref in self._order if ref() is not None]
-        self._order.append(weakref.ref(boundary))
-        if len(self._order) > self.kept:
-            oldest = self._order[-1 - self.kept]()
-            if oldest is not None and oldest.block is None:
-                self._store_if_room(oldest)
-        return boundary
+        try:
+            return self._put(name, tensor)
+        except Exception as error:
+            self._settle(self.shelf, error)
+            raise
 
     def note(self, tensor: torch.Tensor) -> None:
         """Count a boundary that stays, so that the plan knows what leaving would free."""
@@ -138,6 +134,17 @@ class Boundaries:
         for shelf in self._shelves:
             shelf.abandon()
 
+    def _put(self, name: str, tensor: torch.Tensor) -> Boundary:
+        self._let_go(most=self.shelf.exits - 1)
+        boundary = Boundary(name, tensor, self.shelf)
+        self._order = [ref for ref in self._order if ref() is not None]
+        self._order.append(weakref.ref(boundary))
+        if len(self._order) > self.kept:
+            oldest = self._order[-1 - self.kept]()
+            if oldest is not None and oldest.block is None:
+                self._store_if_room(oldest)
+        return boundary
+
     def _may_leave(self, tensor: torch.Tensor) -> bool:
         return (
             type(tensor) is torch.Tensor
@@ -147,9 +154,16 @@ class Boundaries:
             and tensor.numel() * tensor.element_size() >= self.least
         )
 
+    def _settle(self, shelf: Shelf, error: Exception) -> None:
+        """A transfer has failed, and the step with it. Whatever else of the step fails, also what is still under way,
+        is waited for here: met by the next step, it would end that one too."""
+        for gone, _ in self._leaving:
+            is_lost(gone)
+        shelf.mend(error)
+
     def _read_again(self, shelf: Shelf, error: Exception) -> None:
         """A transfer has failed: a backward that is tried again, with its graph kept, finds none that has."""
-        shelf.mend(error)
+        self._settle(shelf, error)
         for boundary in [boundary for ref in self._order if (boundary := ref()) is not None]:
             if is_lost(boundary.loaded):
                 boundary.tensor = boundary.loaded = None
@@ -176,11 +190,7 @@ class Boundaries:
         and take more. A disk that is behind is waited for."""
         while len(self._leaving) > most:
             gone, tracked = self._leaving.popleft()
-            try:
-                self._backend.order("compute after boundary stored", gone)
-            except Exception as error:
-                self.shelf.mend(error)
-                raise
+            self._backend.order("compute after boundary stored", gone)
             gone.keep = None
             self._backend.touch(f"memory of {tracked.name}", writes=(tracked,))
 
