@@ -176,6 +176,8 @@ def _remove(path: str, lock: int, system: System, owner: int) -> None:
         return  # a forked child: the directory is its parent's
     try:
         _empty(path, system)
+    except FileNotFoundError:
+        logger.debug("%s is gone already: somebody has removed it.", path)
     except OSError as error:
         logger.warning("SlideFormer: cannot remove %s (%s); the next start tries again.", path, error)
     finally:

@@ -155,8 +155,9 @@ def test_norms_do_not_wait_behind_cores(monkeypatch):
 
     lane.submit = noted
     submit("a busy link", gate.wait)
-    threading.Timer(0.2, gate.set).start()
-    side.run([*LOOP[:1], Event("clip", 0.2), *LOOP[1:]])
+    side.run(LOOP[:1])  # cores and norms are queued now
+    gate.set()
+    side.run([Event("clip", 0.2), *LOOP[1:]])
     side.close()
     assert order[0].startswith("norm of")
     assert len(order) > 12

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -58,6 +59,13 @@ def test_private_and_removed_by_close(folder):
     directory.close()
     directory.close()
     assert os.listdir(folder) == []
+
+
+def test_one_that_somebody_has_removed_is_nothing_to_warn_of(folder, caplog):
+    directory = SpillDirectory(folder)
+    shutil.rmtree(directory.path)
+    directory.close()
+    assert not caplog.records
 
 
 def test_the_end_of_the_interpreter_removes_it(folder):
