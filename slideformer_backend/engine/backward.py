@@ -24,13 +24,28 @@ from .window import GradientSlot, Window
 
 
 class _Pass:
-    """Called when a backward pass is over; torch keeps it as long as the pass exists, also if it never gets so far."""
+    """Called when a backward pass is over. Torch keeps it as long as the pass exists: where an exception ended that, it
+    goes without having been called, before the exception reaches the script.
 
-    def __init__(self, end: Callable[[], None]) -> None:
+    Args:
+        end: of a pass that came to its end.
+        lost: of one that did not.
+    """
+
+    def __init__(self, end: Callable[[], None], lost: Callable[[], None]) -> None:
         self._end = end
+        self._lost = lost
 
     def __call__(self) -> None:
+        self._lost = _over
         self._end()
+
+    def __del__(self) -> None:
+        self._lost()
+
+
+def _over() -> None:
+    """A pass that has ended leaves nothing to do."""
 
 
 def _nothing() -> None:
@@ -118,7 +133,7 @@ class Backward:
         self._task = task
         self.count += 1
         self.is_last = self._expects_step()
-        running = _Pass(self._end)
+        running = _Pass(self.finish, self._lost)
         self._pass = weakref.ref(running)
         torch.autograd.Variable._execution_engine.queue_callback(running)
 
@@ -302,8 +317,11 @@ class Backward:
         self.finish()
         self.policy.report_unconfirmed()
 
-    def _end(self) -> None:
-        self.finish()
+    def _lost(self) -> None:
+        """Torch lets go of a pass that an exception ended: parameters become what the script knows before it sees the
+        exception. Where torch's own thread lets go last, the training thread may be further, and ends the pass."""
+        if threading.get_ident() == self.thread:
+            self.finish_outside()
 
     def _show_pending(self, unit: Unit, slot: GradientSlot) -> None:
         # DESIGN 4.4: autograd adds to the gradient of earlier micro-batches, in the parameter's dtype

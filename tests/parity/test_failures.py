@@ -3,6 +3,7 @@
 import gc
 import re
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from slideformer_backend.api import attach
 from slideformer_backend.config import SlideFormerConfig
 from slideformer_backend.errors import SlideFormerError, UnsupportedError
 from tests.budgets import tight
-from tests.parity.harness import POLICIES, check, run_managed
+from tests.parity.harness import POLICIES, PRECISIONS, check, run_managed
 from tests.parity.models import Stack, batch, language_loss, llama, stack, steps
 
 ADAMW = {"lr": 1e-2, "fused": True}
@@ -31,18 +32,31 @@ class Trip(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
+        return Trip.tripped(gradient)
+
+    @staticmethod
+    def tripped(gradient):
         if Trip.armed == "backward":
             raise MemoryError("backward")
         return gradient
 
 
 class Fragile(Stack):
-    """Block 1 has a trip wire inside."""
+    """Block ``number`` has a trip wire inside, or behind it."""
 
-    def __init__(self):
+    def __init__(self, number=1, *, is_inside=True):
         super().__init__()
-        up = self.blocks[1].up
-        up.register_forward_hook(lambda module, args, output: Trip.apply(output))
+        self.behind = None if is_inside else number
+        if is_inside:
+            self.blocks[number].up.register_forward_hook(lambda module, args, output: Trip.apply(output))
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if number == self.behind:
+                x.register_hook(Trip.tripped)
+        return self.head(self.norm(x))
 
 
 @each_policy
@@ -78,6 +92,73 @@ def test_an_exception_and_then_a_good_step(device, policy, where, times):
     if policy == "immediate" and where == "backward":
         where = "forward"
     check(lambda: Fragile().train(), script, device, policy=policy)
+
+
+def first_touch(run, name, weight):
+    """What a script may do first after a backward that raised, while nothing else has been touched."""
+    with torch.no_grad():
+        if name == "dtype":
+            run.see(name, (weight.dtype, weight.shape, weight.grad is None))
+        elif name == "detach":
+            run.see(name, weight.detach())
+        elif name == "state_dict":
+            for key, value in run.model.state_dict().items():
+                run.see(key, value)
+        elif name == "add":
+            weight.add_(1.0)
+        elif name == "data":
+            weight.data.add_(1.0)
+        elif name == "load":
+            run.model.load_state_dict({key: torch.full_like(v, 0.1) for key, v in run.model.state_dict().items()})
+        elif name == "pieces":
+            torch._foreach_add_([*run.model.blocks.parameters()], 1.0)
+        elif name == "gradient":
+            weight.grad = torch.ones_like(weight)
+        elif name == "earlier gradient":
+            weight.grad.mul_(0.5)
+            weight.grad.mul_(0.5)
+
+
+TOUCHES = ["dtype", "detach", "state_dict", "add", "data", "load", "pieces", "gradient", "earlier gradient"]
+
+
+@each_policy
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(("number", "is_inside"), [(0, True), (0, False), (1, True)])
+def test_whatever_a_script_does_first_after_a_backward_that_raised(device, policy, precision, number, is_inside):
+    """The layer that it was in is on the host again before the script sees the exception: what is read is what the last
+    step left, and what is written stays. Under immediate the layers behind have been updated: none is looked at."""
+    dtype, autocast = PRECISIONS[precision]
+
+    def script(run, name):
+        weights = list(run.model.blocks[number].parameters())
+        optimizer = run.optimizer(torch.optim.AdamW, **ADAMW)
+        steps(run, optimizer, 1)
+        ids = batch(40, device=run.device)
+        if name == "earlier gradient":
+            run.backward(language_loss(run.forward(ids), ids), is_last=False)
+        loss = language_loss(run.forward(ids), ids)
+        Trip.armed = "backward"
+        with pytest.raises(MemoryError):
+            run.backward(loss)
+        Trip.armed = None
+        first_touch(run, name, weights[0])
+        if "gradient" in name:
+            run.see("grad", weights[0].grad)
+        optimizer.zero_grad()
+        for weight in weights:
+            run.see("weight", weight)
+        if policy == "exact":
+            steps(run, optimizer, 1, first=1)
+            run.see_weights()
+
+    def make():
+        return Fragile(number, is_inside=is_inside).to(dtype).train()
+
+    for name in TOUCHES:
+        if policy == "immediate" and (name == "state_dict" or "gradient" in name):  # behind the wire; spent
+            continue
+        check(make, partial(script, name=name), device, policy=policy, autocast=autocast)
 
 
 def poisoned(run, number, value=float("nan")):
@@ -170,7 +251,7 @@ def test_an_exception_inside_backward_says_what_was_updated(device, policy, end,
         loss.backward()
     Trip.armed = None
     del loss
-    assert "SlideFormer" not in caplog.text
+    said = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     if end == "free":
         del model, optimizer, engine
         gc.collect()
@@ -186,6 +267,7 @@ def test_an_exception_inside_backward_says_what_was_updated(device, policy, end,
         assert errors == []
         return
     (message,) = errors
+    assert said == errors or device.type == "cuda"  # at once, unless torch's own thread lets go last
     assert re.search(r"updated [1-9]\d* layers.*load the last checkpoint, or set update: exact", message)
 
 
