@@ -93,6 +93,11 @@ class Boundaries:
         staying = min(units, self.kept + 1)
         return 0 if self.is_on else self._most_seen * (units - staying) // max(1, units)
 
+    def share(self, units: int) -> int:
+        """Device bytes that one of ``units`` units would hold on to, if the others' leave. None where they leave
+        already: its recompute was seen to take in one more, which it fetches ahead."""
+        return 0 if self.is_on else self._most_seen // max(1, units)
+
     def put(self, name: str, tensor: torch.Tensor) -> Boundary:
         """Take charge of the input of a forward of unit ``name``; an older one may start to leave."""
         try:

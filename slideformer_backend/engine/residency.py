@@ -181,8 +181,9 @@ class Residency:
         """Choose what moves, from what the first steps have shown."""
         budget, slot = self.budget, self._window.weight_slot_bytes
         gradient = self._window.gradient_slot_bytes
+        saved, boundary = self._activations, boundaries.share(len(sliding))
         costs = [
-            UnitCost(u.index, _resident_bytes(u), self._activations.get(u.index, 0), slot(u), gradient(u))
+            UnitCost(u.index, _resident_bytes(u), saved.get(u.index, 0), slot(u), gradient(u), boundary)
             for u in sliding
         ]
         spare = spare_device_bytes(budget, self._peak)

@@ -48,7 +48,8 @@ class UnitCost(NamedTuple):
     """What moving one sliding unit to the device takes, in bytes.
 
     ``resident``: weights, gradient, master and moments. ``activations``: what its forward saves when nothing is
-    recomputed, beyond its input; 0 when unknown. ``slot``: a weight slot; ``gradient``: a gradient slot.
+    recomputed, beyond its input; 0 when unknown. ``slot``: a weight slot; ``gradient``: a gradient slot. ``boundary``:
+    its input, which stays with its activations where those of others leave.
     """
 
     unit: int
@@ -56,6 +57,7 @@ class UnitCost(NamedTuple):
     activations: int
     slot: int = 0
     gradient: int = 0
+    boundary: int = 0
 
 
 class Steps(NamedTuple):
@@ -119,9 +121,12 @@ def place(
     if activations != "auto":
         where: Where = activations
     else:
-        near, far = (_fill(units, spare_bytes + more, recompute, steps) for more in (0, boundaries))
+        near = _fill(_all_stay(units), spare_bytes, recompute, steps)
+        far = _fill(units, spare_bytes + boundaries, recompute, steps)
         where = away if _worth(far, units, steps) > _worth(near, units, steps) else "gpu"
-    if where != "gpu":
+    if where == "gpu":
+        units = _all_stay(units)
+    else:
         spare_bytes += boundaries
     filled = _fill(units, spare_bytes, recompute, steps)
     resident = [cost.unit for cost in units[: filled.moved]]
@@ -196,7 +201,7 @@ class _Filling:
         for cost in reversed(self._units[count - most : count - self.kept]):
             lacks = self.lacking > 0
             counted = 0 if self.kept else min(cost.activations, self._recomputed)  # in the peak already
-            needed = cost.activations - counted + (self._slot if lacks else 0)
+            needed = cost.activations - counted + cost.boundary + (self._slot if lacks else 0)
             if cost.activations == 0 or needed > self.left:
                 break
             self.left -= needed
@@ -229,6 +234,11 @@ def _fill(units: Sequence[UnitCost], spare_bytes: int, recompute: Literal["auto"
     if repeats:
         filling.add_gradients()
     return filling
+
+
+def _all_stay(units: Sequence[UnitCost]) -> Sequence[UnitCost]:
+    """Where inputs do not leave, all of them are in the peak already."""
+    return [cost._replace(boundary=0) for cost in units]
 
 
 def _enough(units: Sequence[UnitCost], steps: Steps, kept: int = 0) -> int:

@@ -334,6 +334,7 @@ def _with_residents(request: Request, terms: Terms) -> tuple[Terms, Placement]:
         costs,
         spare_device_bytes(request.gpu_budget, peak),
         recompute=request.choices.recompute,
+        activations=request.choices.activations,
         boundaries=leaving,
         steps=Steps(accumulate, terms.prefetch + 2, _busiest(request, terms), recomputed),
     )
@@ -360,6 +361,7 @@ def _costs(request: Request) -> Sequence[UnitCost]:
             unit.saved,
             slots[part.layout.weight_bytes],
             gradients[part.layout.gradient_bytes],
+            unit.boundary,
         )
         for number, (part, unit) in enumerate(zip(request.parts.sliding, request.activity, strict=True))
     ]

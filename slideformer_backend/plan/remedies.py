@@ -93,8 +93,10 @@ def _settings(plan: Plan) -> Iterator[Change]:
         if "gpu" not in short and choices.activations in ("auto", "gpu") and request.activity:
             text = "make room on the GPU for states of embedding and head (activations: host)"
             yield _with(request, "activations", "host", text)
-        if choices.activations == "host" and request.activity and request.machine.nvme_free:
-            yield _with(request, "activations", "nvme", "keep the inputs of units on NVMe (activations: nvme)")
+        if choices.activations == "host" and request.activity:
+            yield _with(request, "activations", "gpu", "keep the inputs of units on the GPU (activations: gpu)")
+            if request.machine.nvme_free:
+                yield _with(request, "activations", "nvme", "keep the inputs of units on NVMe (activations: nvme)")
         if choices.update == "exact":
             text = "update during backward (update: immediate, which cannot clip by norm)"
             yield _with(request, "update", "immediate", text)

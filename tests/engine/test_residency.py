@@ -154,6 +154,16 @@ def test_place_fills_from_the_front_and_skips_recompute_only_when_all_are_reside
     assert "2 of 4 units" in place(units, 25).reason
 
 
+def test_a_unit_that_keeps_its_activations_keeps_its_input_where_those_of_others_leave():
+    units = [UnitCost(number, 10, 4, boundary=3) for number in range(4)]
+    assert place(units, 48).kept_activations == (3, 2)
+    assert place(units, 48, activations="gpu").kept_activations == (3, 2)
+    assert place(units, 48, activations="host").kept_activations == (3,)
+    assert place(units, 54, activations="nvme").kept_activations == (3, 2)
+    assert place(units, 39, boundaries=9)[1:3] == ((3,), "host")  # what leaves makes room for the last unit
+    assert place(units, 39, boundaries=15)[1:3] == ((3, 2), "host")
+
+
 def test_what_is_left_becomes_weight_slots():
     units = [UnitCost(number, 10, 4, 2) for number in range(6)]
     assert (place(units, 25).resident, place(units, 25).slots) == ((0, 1), 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import re
 
 import pytest
@@ -257,6 +258,11 @@ def test_what_helps_where_boundaries_do_not_fit(request_for, machine):
                              optimizer_states="host")  # fmt: skip
     assert set(plan.shortages) == {"host"}
     assert "nvme" in named
+    large = 300 * GIB
+    least = make_plan(request_for("llama-8b", 64, 2048, on=machine(gpu=large, host=host), activations="gpu")).host
+    plan, named, _ = changes(on=machine(gpu=large, host=least + GIB), activations="host")
+    assert "host" in plan.shortages
+    assert "gpu" in named
     plan, named, texts = changes(on=machine(gpu=gpu, host=host, nvme=10 * GIB), activations="nvme")
     assert set(plan.shortages) == {"nvme"}
     assert "host" in named
@@ -335,3 +341,23 @@ def test_the_paragraph_says_what_lives_where(request_for, machine):
     assert "NVMe: 1.9 GiB, inputs of layers until their backward (activations: nvme)." in paragraph(filed)
     unknown = dataclasses.replace(filed.request, load=None, activity=())
     assert "as many bytes as the batch decides; host memory holds at most 4 of them" in paragraph(make_plan(unknown))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_need_not_be_on_the_device_never_lets_a_plan_fail(request_for, machine, seed):
+    """Units that move, slots, activations that are kept: all of them fill what is free, wherever inputs are."""
+    chance, filled = random.Random(seed), 0
+    for _ in range(40):
+        shape, sequences = chance.choice(["llama-1b", "llama-3b", "llama-8b"]), chance.choice([2, 8, 32, 64])
+        on = machine(gpu=int(chance.uniform(6, 200) * GIB), host=int(chance.uniform(20, 300) * GIB),
+                     nvme=chance.choice([0, 500]) * GIB)  # fmt: skip
+        request = request_for(
+            shape, sequences, chance.choice([512, 1024, 2048]), accumulate=chance.choice([1, 1, 2, 8, 16]), on=on,
+            activations=chance.choice(["auto", "gpu", "host", "nvme"]), lazy_logits=chance.random() < 0.7,
+        )  # fmt: skip
+        plan = make_plan(request)
+        least = dataclasses.replace(plan.terms, resident=frozenset(), slots=0, gradients=0)
+        if ledger_of(request.parts, least).device + activation_bytes(request).device <= request.gpu_budget:
+            assert plan.device <= request.gpu_budget, request
+            filled += bool(plan.kept or plan.terms.resident)
+    assert filled > 10
