@@ -185,7 +185,8 @@ class SlideFormerConfig:
     activations: Literal["auto", "gpu", "host", "nvme"] = _key(
         "auto",
         one_of("auto", "gpu", "host", "nvme"),
-        "where the inputs of layers wait for backward; auto: on the GPU unless that room takes in more layers",
+        "where the inputs of layers wait for backward; auto: on the GPU; in host memory where they would take half of"
+        " what is free there, or where their room takes in more layers",
     )
     kernels: str | tuple[str, ...] = _key(
         "auto",

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from ..plan.lsp_plan import LspPlan
     from ..plan.machine import Machine
     from ..plan.partition import Partition
-    from ..plan.planner import Load, Plan, Request
+    from ..plan.planner import Plan
+    from ..plan.request import Load, Request
 
 OPTIMIZERS = {"adamw": 2, "adam": 2, "lion": 1, "sgd": 1, "sgd-plain": 0}
 """Moments per parameter."""
@@ -179,7 +180,7 @@ def request_of(options: argparse.Namespace, wishes: Wishes) -> Request:
     import torch
 
     from ..plan.partition import partition
-    from ..plan.planner import MOMENT_BYTES, Choices, Load, Request
+    from ..plan.request import MOMENT_BYTES, Choices, Load, Request
 
     autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(wishes.mixed_precision)
     dtype = getattr(torch, options.dtype) if options.dtype else None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -33,6 +33,8 @@ class Boundaries:
 
     Attributes:
         shelf: where those go that leave from now on.
+        lacks_room: asked with the bytes of the first boundary of a forward that would stay: whether all of them should
+            leave instead.
     """
 
     kept = KEPT_INPUTS
@@ -44,6 +46,7 @@ class Boundaries:
 
     def __init__(self, backend: Backend, memory: HostMemory, *, is_on: bool) -> None:
         self.is_on = is_on
+        self.lacks_room: Callable[[int], bool] = _never
         self.shelf: Shelf = HostShelf(backend, memory)
         self._shelves: list[Shelf] = [self.shelf]
         self._backend = backend
@@ -65,6 +68,18 @@ class Boundaries:
             if isinstance(value, torch.Tensor) and value.is_floating_point():
                 return number if self._may_leave(value) else None
         return None
+
+    def look(self, args: Sequence[object]) -> bool:
+        """Whether boundaries leave; the first one of a forward, among positional arguments of a unit, may begin it."""
+        if not self.is_on and not self._seen:
+            found = self.find(args)
+            tensor = None if found is None else args[found]
+            if isinstance(tensor, torch.Tensor) and self.lacks_room(_bytes(tensor)):
+                self.is_on = True
+                logger.info(
+                    "SlideFormer: inputs of layers wait in host memory: they would take half of the GPU's room."
+                )
+        return self.is_on
 
     def use(self, shelf: Shelf) -> None:
         """Boundaries leave from now on, for ``shelf``, which is closed here."""
@@ -89,9 +104,10 @@ class Boundaries:
         self._most_seen, self._seen = max(self._most_seen, self._seen), 0
 
     def freeable(self, units: int) -> int:
-        """Device bytes that leaving would free with ``units`` units: all but the newest and the one in use."""
+        """Device bytes that leaving frees, or would free, with ``units`` units: all but the newest and the one in
+        use."""
         staying = min(units, self.kept + 1)
-        return 0 if self.is_on else self._most_seen * (units - staying) // max(1, units)
+        return self._most_seen * (units - staying) // max(1, units)
 
     def share(self, units: int) -> int:
         """Device bytes that one of ``units`` units would hold on to, if the others' leave. None where they leave
@@ -107,8 +123,8 @@ class Boundaries:
             raise
 
     def note(self, tensor: torch.Tensor) -> None:
-        """Count a boundary that stays, so that the plan knows what leaving would free."""
-        self._seen += tensor.numel() * tensor.element_size()
+        """Count a boundary, so that the plan knows what leaving frees."""
+        self._seen += _bytes(tensor)
 
     def get(self, boundary: Boundary) -> torch.Tensor:
         """The tensor for compute issued from now on; those needed next are on their way."""
@@ -140,6 +156,7 @@ class Boundaries:
             shelf.abandon()
 
     def _put(self, name: str, tensor: torch.Tensor) -> Boundary:
+        self.note(tensor)
         self._let_go(most=self.shelf.exits - 1)
         boundary = Boundary(name, tensor, self.shelf)
         self._order = [ref for ref in self._order if ref() is not None]
@@ -156,7 +173,7 @@ class Boundaries:
             and tensor.device == self._backend.device
             and tensor.layout is torch.strided
             and tensor.is_contiguous()
-            and tensor.numel() * tensor.element_size() >= self.least
+            and _bytes(tensor) >= self.least
         )
 
     def _settle(self, shelf: Shelf, error: Exception) -> None:
@@ -211,3 +228,11 @@ class Boundaries:
         boundary.shelf.load(boundary, target)
         boundary.tensor = target
         return target
+
+
+def _never(nbytes: int) -> bool:
+    return False
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -161,7 +161,7 @@ class UnitForward:
             arguments.check_forward(output)  # the aliases changed, and their caller's tensors did not
         else:
             run = Runner(unit.name, self._original(module), module, args, kwargs, self._viewer.look(module))
-            run.first = inputs.first if engine.boundaries.is_on else None
+            run.first = inputs.first if engine.boundaries.look(args) else None
             with autocast_cache_off():
                 output = checkpoint(
                     run,

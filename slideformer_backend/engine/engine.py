@@ -99,6 +99,8 @@ class Engine:
         device_units = device_units_for(config, self.backend, norms, self.memory, self.workers, self.policy, self.units)
         self.edges = Edges(self.backend, edges, self.policy, device_units)
         self.residency = Residency(config, self.backend, self.window, self.policy, self.memory)
+        if config.activations == "auto":
+            self.boundaries.lacks_room = lambda nbytes: self.residency.lacks_room(nbytes * len(self.sliding))
         if terms.edges_update_on_device and config.strategy == "slide":  # lsp makes them so
             self.residency.start_edges(edges)
         begin_spill(self.spill, self.units, terms)
@@ -350,6 +352,8 @@ class Engine:
             return  # gradients are being accumulated: after the next step
         placement = self.residency.decide(self.sliding, self.boundaries, self._usual_count)
         chosen, self.boundaries.is_on = set(placement.resident), placement.activations != "gpu"
+        if not self.boundaries.is_on:
+            self.boundaries.close()  # what the first steps needed
         for unit in [unit for unit in self.sliding if unit.index in chosen]:
             self.move_to_device(unit)
         self.window.grow(self.sliding, placement.slots)

@@ -18,8 +18,8 @@ from ..plan import Part, Partition, Terms
 from ..plan.host_budget import probe_host_budget
 from ..plan.ledger import device_state_bytes
 from ..plan.lsp_plan import lsp_changes, lsp_ledger, lsp_paragraph, make_lsp_plan
-from ..plan.planner import Choices, Request
 from ..plan.remedies import gib
+from ..plan.request import Choices, Request
 from .preflight import USUAL_MOMENTS, Room, host_bytes, machine_of, moments_of
 from .unit import ParamRecord
 

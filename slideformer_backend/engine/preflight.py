@@ -23,9 +23,10 @@ from ..plan import Ledger, Part, Partition, Terms, ledger_of
 from ..plan.host_budget import probe_host_budget
 from ..plan.ledger import spillable_bytes, spilled_parts
 from ..plan.machine import Machine, free_space, probe_machine
-from ..plan.planner import Choices, Request, make_plan
+from ..plan.planner import make_plan
 from ..plan.rates_cache import with_cached_rates
 from ..plan.remedies import gib
+from ..plan.request import Choices, Request
 from ..plan.words import host_parts, paragraph, refusal, shortage
 from .moves import may_move_to_host
 from .unit import ParamRecord, Unit

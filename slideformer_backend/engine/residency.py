@@ -15,7 +15,15 @@ from ..errors import StorageError
 from ..plan.host_budget import probe_host_budget
 from ..plan.ledger import resident_bytes
 from ..plan.machine import free_space
-from ..plan.placement import Placement, Steps, UnitCost, edges_may_update_on_device, place, spare_device_bytes
+from ..plan.placement import (
+    Placement,
+    Steps,
+    UnitCost,
+    begin_away,
+    edges_may_update_on_device,
+    place,
+    spare_device_bytes,
+)
 from ..storage import HostMemory
 from ..transfer import Backend
 from .boundaries import Boundaries
@@ -177,6 +185,11 @@ class Residency:
             return False  # all are there
         return self.placement is None and self._steps >= OBSERVED_STEPS and self.budget > 0
 
+    def lacks_room(self, nbytes: int) -> bool:
+        """Whether inputs of units, which take ``nbytes``, leave while the first steps are observed."""
+        room = self.room if self.placement is None else None
+        return room is not None and begin_away(nbytes, room, self._host_room())
+
     def decide(self, sliding: list[Unit], boundaries: Boundaries, micro_batches: int) -> Placement:
         """Choose what moves, from what the first steps have shown."""
         budget, slot = self.budget, self._window.weight_slot_bytes
@@ -186,9 +199,9 @@ class Residency:
             UnitCost(u.index, _resident_bytes(u), saved.get(u.index, 0), slot(u), gradient(u), boundary)
             for u in sliding
         ]
-        spare = spare_device_bytes(budget, self._peak)
-        leaving = boundaries.freeable(len(costs))
-        away: Away = "host" if leaving <= self._host_room() // 2 else "nvme"
+        leaving, were_away = boundaries.freeable(len(costs)), boundaries.is_on
+        spare = spare_device_bytes(budget, self._peak) - (leaving if were_away else 0)
+        away: Away = "host" if were_away or leaving <= self._host_room() // 2 else "nvme"
         keeps, where = self._config.recompute, self._config.activations
         slots = max(map(self._window.weight_slots, sliding), default=0)
         steps = Steps(micro_batches, slots, self._busiest, self._recomputed if micro_batches == 1 else 0)

@@ -15,10 +15,11 @@ from .ledger import (
     spillable_bytes,
     spilled_parts,
 )
+from .request import Request
 from .spill import Spill, spill_share, spill_states
 
 if TYPE_CHECKING:
-    from .planner import Activations, Request
+    from .planner import Activations
     from .step_time import StepTime
 
 

@@ -14,8 +14,9 @@ from .layout import ParamSpec
 from .ledger import LEAST_SPARES, Terms, device_state_bytes, ledger_of
 from .outcome import Outcome
 from .partition import Partition
-from .planner import UNKNOWN_BATCH_SHARE, Activations, Request, activation_bytes, head_operations, make_plan
+from .planner import UNKNOWN_BATCH_SHARE, Activations, activation_bytes, head_operations, make_plan
 from .remedies import Change, gib, scaled
+from .request import Request
 from .spill import Spill
 from .step_time import GEMM_SHARE, HOST_SHARE, StepTime, Work, combine, forward_seconds, update_bytes
 

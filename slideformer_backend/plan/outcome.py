@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import abc
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-if TYPE_CHECKING:
-    from .planner import Request
+from .request import Request
 
 TIGHT = 0.05
 """Share by which the ledger may err: a plan whose peak is nearer than this to its budget is called tight."""

@@ -40,6 +40,12 @@ def spare_device_bytes(budget: int, peak: int) -> int:
     return budget - peak - MARGIN - budget // 50
 
 
+def begin_away(nbytes: int, room: int, host_room: int) -> bool:
+    """Whether inputs of units, which take ``nbytes``, wait in host memory from the first step on: where the device has
+    ``room`` when a forward begins, half of it is for the loss and the backward of a unit, which are not known yet."""
+    return nbytes > room // 2 and nbytes <= host_room // 2
+
+
 Where = Literal["gpu", "host", "nvme"]
 """Where inputs of units wait for the backward."""
 
@@ -96,9 +102,9 @@ def place(
 ) -> Placement:
     """Fill ``spare_bytes`` of device memory.
 
-    Inputs of units leave, for host memory or where else ``away`` says, which frees ``boundaries`` bytes, when that
-    takes in more units: a unit on the device saves its transfers and its update on the host in every step, a boundary
-    costs one transfer each way beside compute that takes several times as long.
+    Inputs of units leave, for host memory or where else ``away`` says, which frees ``boundaries`` bytes, where they
+    have no room, or when that takes in more units: a unit on the device saves its transfers and its update on the host
+    in every step, a boundary costs one transfer each way beside compute that takes several times as long.
 
     First units from the front: theirs are the updates exposed at the tail of a step, and each one moved takes its
     transfers and its share of the host's update away. Where the GPU is what a step waits for, only as many as host and
@@ -123,7 +129,8 @@ def place(
     else:
         near = _fill(_all_stay(units), spare_bytes, recompute, steps)
         far = _fill(units, spare_bytes + boundaries, recompute, steps)
-        where = away if _worth(far, units, steps) > _worth(near, units, steps) else "gpu"
+        is_short = spare_bytes < 0 < boundaries
+        where = away if is_short or _worth(far, units, steps) > _worth(near, units, steps) else "gpu"
     if where == "gpu":
         units = _all_stay(units)
     else:

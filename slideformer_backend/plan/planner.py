@@ -8,127 +8,38 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from ..config import SlideFormerConfig
-from .activations import KEPT_INPUTS, STAGED_INPUTS, UnitActivity
+from .activations import KEPT_INPUTS, STAGED_INPUTS
 from .filing import may_spill, with_depth, with_host_choices
 from .layout import size_classes
 from .ledger import (
     Ledger,
     Terms,
-    Update,
     in_blocks,
     ledger_of,
     resident_bytes,
     usual_spares,
 )
-from .machine import Machine
 from .outcome import Outcome
-from .partition import Partition
-from .placement import Placement, Steps, UnitCost, edges_may_update_on_device, place, spare_device_bytes
+from .placement import (
+    Placement,
+    Steps,
+    UnitCost,
+    begin_away,
+    edges_may_update_on_device,
+    place,
+    spare_device_bytes,
+)
+from .request import Request
 from .spill import Spill
 from .step_time import StepTime, Work, step_time
 
 CHUNK_BYTES = 1 << 30
 SMALL_CHUNK_BYTES = 1 << 28
 """Logits that the fused head holds at a time: at most the former, and half of them from the latter on."""
-MOMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.04}
-"""Of one element, by ``state_dtype``; int8 has a scale per block."""
 UNKNOWN_BATCH_SHARE = 4
 """One in so many parts of device memory is left to activations where the batch is not known."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Choices:
-    """The keys of the configuration that the plan obeys, with values of parts that are not built yet too.
-
-    Attributes:
-        moments, moment_bytes: arrays of the optimizer beside the master, and bytes of one of their elements.
-        prefetch, gpu_memory, host_memory, nvme_fraction: None where the plan decides.
-        others: as the keys of those names.
-    """
-
-    update: Update = "exact"
-    prefetch: int | None = None
-    recompute: Literal["auto", "always"] = "auto"
-    activations: Literal["auto", "gpu", "host", "nvme"] = "auto"
-    optimizer_states: Literal["auto", "host", "nvme"] = "auto"
-    weights: Literal["auto", "host", "nvme"] = "auto"
-    nvme_fraction: float | None = None
-    lazy_logits: bool = True
-    gpu_memory: int | None = None
-    host_memory: int | None = None
-    moments: int = 2
-    moment_bytes: float = 4.0
-
-    @classmethod
-    def of(cls, config: SlideFormerConfig, *, moments: int = 2) -> Choices:
-        """The choices of a configuration."""
-        return cls(
-            update=config.update,
-            prefetch=None if config.prefetch == "auto" else config.prefetch,
-            recompute=config.recompute,
-            activations=config.activations,
-            optimizer_states=config.optimizer_states,
-            weights=config.weights,
-            nvme_fraction=config.nvme_fraction,
-            lazy_logits=config.lazy_logits,
-            gpu_memory=None if config.gpu_memory == "auto" else config.gpu_memory,
-            host_memory=None if config.host_memory == "auto" else config.host_memory,
-            moments=moments,
-            moment_bytes=MOMENT_BYTES[config.state_dtype],
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Load:
-    """The batch. Attributes: sequences per micro-batch, tokens per sequence, micro-batches per step."""
-
-    sequences: int
-    length: int
-    accumulate: int = 1
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of a micro-batch."""
-        return self.sequences * self.length
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """What a plan is made from.
-
-    Attributes:
-        parts: the model.
-        activity: of each sliding unit at ``load``; empty when the batch is not known.
-        load: the batch; None: not known.
-        vocabulary, hidden: of the language head; 0 without one.
-        machine: to plan for.
-        choices: what the user has fixed.
-        host_base: host bytes that the process takes beside the plan (negative: that it gives back).
-    """
-
-    parts: Partition
-    activity: tuple[UnitActivity, ...] = ()
-    load: Load | None = None
-    vocabulary: int = 0
-    hidden: int = 0
-    machine: Machine
-    choices: Choices
-    host_base: int = 0
-
-    @property
-    def gpu_budget(self) -> int:
-        """Device bytes that the plan may use."""
-        free = max(0, self.machine.gpu_free)
-        return min(free, self.choices.gpu_memory or free)
-
-    @property
-    def host_budget(self) -> int:
-        """Host bytes that the plan may use beside the process's base."""
-        available = max(0, self.machine.host.available - self.host_base)
-        return min(available, self.choices.host_memory or available)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,11 +88,12 @@ class Plan(Outcome):
 
 def make_plan(request: Request) -> Plan:
     """The best plan that fits; where none does, the one that lacks least."""
-    terms, spill = _with_choices(request)
-    before, after = terms, request
+    start = at_start(request)
+    terms, spill = _with_choices(start)
+    before, after = terms, start
     kept: frozenset[int] = frozenset()
-    if request.machine.has_gpu and request.load is not None:
-        terms, placed = _with_residents(request, terms)
+    if request.machine.has_gpu and request.load is not None and _peak(start, terms) <= request.gpu_budget:
+        terms, placed = _with_residents(request, start, terms)
         kept = frozenset(placed.kept_activations)
         if request.choices.activations == "auto":
             after = replace(request, choices=replace(request.choices, activations=placed.activations))
@@ -320,11 +232,25 @@ def _with_device_choices(request: Request, *, edges_first: bool = False) -> Term
     return terms
 
 
-def _with_residents(request: Request, terms: Terms) -> tuple[Terms, Placement]:
-    """Units that move to the device after the first steps, as the engine does it."""
+def at_start(request: Request) -> Request:
+    """How the first steps are, before units move, in which ``activations: auto`` is what is known then."""
+    choices, inputs = request.choices, sum(unit.boundary for unit in request.activity)
+    if choices.activations != "auto" or request.load is None or not request.machine.has_gpu:
+        return request
+    ledger = ledger_of(request.parts, _with_choices(request)[0])
+    if begin_away(inputs, request.gpu_budget - ledger.device, request.host_budget - ledger.host):
+        return replace(request, choices=replace(choices, activations="host"))
+    return request
+
+
+def _peak(request: Request, terms: Terms) -> int:
+    return ledger_of(request.parts, terms).device + activation_bytes(request).device
+
+
+def _with_residents(request: Request, start: Request, terms: Terms) -> tuple[Terms, Placement]:
+    """Units that move to the device after the first steps, which were as ``start`` says, as the engine does it."""
     ledger = ledger_of(request.parts, terms)
-    activations, accumulate = activation_bytes(request), request.load.accumulate if request.load else 1
-    peak = ledger.device + activations.device
+    activations, accumulate = activation_bytes(start), request.load.accumulate if request.load else 1
     recomputed = activations.device - activations.loss if accumulate == 1 else 0
     costs = _costs(request)
     leaving = sum(unit.boundary for unit in request.activity[: -KEPT_INPUTS - 1])
@@ -332,11 +258,11 @@ def _with_residents(request: Request, terms: Terms) -> tuple[Terms, Placement]:
         leaving = 0
     placed = place(
         costs,
-        spare_device_bytes(request.gpu_budget, peak),
+        spare_device_bytes(request.gpu_budget, _peak(start, terms)) - (leaving if start is not request else 0),
         recompute=request.choices.recompute,
         activations=request.choices.activations,
         boundaries=leaving,
-        steps=Steps(accumulate, terms.prefetch + 2, _busiest(request, terms), recomputed),
+        steps=Steps(accumulate, terms.prefetch + 2, _busiest(start, terms), recomputed),
     )
     moved = frozenset(placed.resident)
     # the host memory of a unit that moved is worth one gradient buffer more in flight

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field, replace
 from ..config import keys
 from .activations import UnitActivity
 from .ledger import STAGED_UNITS, spillable_bytes
-from .planner import MOMENT_BYTES, Choices, Plan, Request, make_plan
+from .machine import Machine
+from .planner import Plan, make_plan
+from .request import MOMENT_BYTES, Choices, Request
 
 MOST = 6
 """Changes that are named."""
@@ -245,27 +247,41 @@ def _merge(base: Request, first: Request, second: Request) -> Request:
 
 def _hardware(plan: Plan) -> Change | None:
     """A larger machine; None where the machine would do and only a cap of the user's is in the way."""
-    request, machine, words = plan.request, plan.request.machine, []
-    choices = replace(request.choices, gpu_memory=None, host_memory=None)
+    request, choices = plan.request, replace(plan.request.choices, gpu_memory=None, host_memory=None)
     short = replace(plan, request=replace(request, choices=choices)).shortages
+    lacking = set(short)
+    machine, larger = request.machine, replace(request, choices=choices)
+    while short:
+        larger = replace(larger, machine=_grown(larger, plan, short))
+        plan = make_plan(larger)
+        short = plan.shortages  # with more room some things are placed otherwise, and others are short
+        lacking |= set(short)
+    grown, words = larger.machine, []
+    if "gpu" in lacking:
+        words.append(f"{_room(grown.gpu_free + machine.gpu_kept)} of GPU memory")
+    if "host" in lacking:
+        words.append(f"{_room(grown.host.available + machine.host_kept)} of host memory")
+    if lacking == {"nvme"}:
+        more = _room(grown.nvme_free - machine.nvme_free)
+        return Change(text=f"{_room(grown.nvme_free)} of free space for spill files ({more} more than now)",
+                      request=larger)  # fmt: skip
+    if "nvme" in lacking:
+        words.append(f"{_room(grown.nvme_free)} of NVMe")
+    return Change(text=f"a machine with {' and '.join(words)}", request=larger) if words else None
+
+
+def _grown(request: Request, plan: Plan, short: Mapping[str, int]) -> Machine:
+    """The machine of ``request`` with all that ``plan`` takes where it is short."""
+    machine = request.machine
     if "gpu" in short:
-        words.append(f"{_room(plan.device + machine.gpu_kept)} of GPU memory")
         machine = replace(machine, gpu_total=plan.device + machine.gpu_kept, gpu_free=plan.device)
     if "host" in short:
         available = plan.host + request.host_base
-        words.append(f"{_room(available + machine.host_kept)} of host memory")
         host = machine.host._replace(total=available + machine.host_kept, available=available)
         machine = replace(machine, host=host)
     if "nvme" in short:
         machine = replace(machine, nvme_free=machine.nvme_free + short["nvme"])
-        words.append(f"{_room(machine.nvme_free)} of NVMe")
-    if not words:
-        return None
-    changed = replace(request, machine=machine, choices=choices)
-    if short.keys() == {"nvme"}:
-        text = f"{_room(machine.nvme_free)} of free space for spill files ({_room(short['nvme'])} more than now)"
-        return Change(text=text, request=changed)
-    return Change(text=f"a machine with {' and '.join(words)}", request=changed)
+    return machine
 
 
 def _room(nbytes: int) -> str:

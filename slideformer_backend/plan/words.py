@@ -6,8 +6,9 @@ from ..errors import PlanError
 from .activations import STAGED_INPUTS
 from .ledger import Ledger
 from .outcome import Outcome
-from .planner import Plan, Request
+from .planner import Plan
 from .remedies import gib, smallest_changes
+from .request import Request
 
 
 def paragraph(plan: Plan) -> str:

@@ -12,6 +12,7 @@ from torch import nn
 from slideformer_backend.api import attach
 from slideformer_backend.config import SlideFormerConfig
 from slideformer_backend.engine import shelf
+from slideformer_backend.engine.residency import OBSERVED_STEPS, Residency
 from slideformer_backend.plan.host_budget import HostBudget
 from slideformer_backend.plan.placement import UnitCost, place
 from slideformer_backend.storage import HostMemory
@@ -123,6 +124,46 @@ def test_they_stay_where_the_host_is_full(device, monkeypatch, caplog):
         f"SlideFormer: inputs of layers stay on the device where the host has no room: {100 * size:,} bytes of host"
         " memory are left (the test)"
     ]
+
+
+@pytest.mark.parametrize("begin_away", [True, False])
+@pytest.mark.parametrize("spare", [-1, 1 << 40])
+def test_auto_begins_in_host_memory_where_inputs_would_take_half_of_the_device(device, monkeypatch, begin_away, spare):
+    """And comes back if what the first steps have shown leaves room for them; less than none sends them away."""
+    expected, _ = train(device, "gpu")
+    size = ROWS * WIDTH * 4
+    leaving = size * (LAYERS - 3)  # all but the newest two and the one in use
+    asked = []
+
+    def room(residency):
+        asked.append(residency.placement)
+        return 2 * LAYERS * size - begin_away
+
+    monkeypatch.setattr(Residency, "room", property(room))
+    monkeypatch.setattr(Residency, "budget", property(lambda residency: 1 << 42))
+    monkeypatch.setattr(Residency, "_host_room", lambda residency: 1 << 40)
+    # beside inputs that stay: in the peak of steps without them is more
+    monkeypatch.setattr(
+        "slideformer_backend.engine.residency.spare_device_bytes", lambda *_: spare + begin_away * leaving
+    )
+    model, engine, optimizer = managed(device, "auto", recompute="always")
+    torch.manual_seed(7)
+    found, were_on = [], []
+    for batch in batches(device):
+        loss = model(batch, scale=torch.tensor(0.5, device=device)).square().mean()
+        were_on.append(engine.boundaries.is_on)
+        loss.backward()
+        found.append(loss.detach().cpu())
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.settle()
+    found += [parameter.detach().cpu().clone() for parameter in model.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert were_on == [begin_away] * OBSERVED_STEPS + [spare < 0] * (len(were_on) - OBSERVED_STEPS)
+    assert (engine.boundaries.shelf.pool.nbytes > 0) == (spare < 0)  # what the first steps needed is given back
+    assert asked
+    assert set(asked) == {None}  # later it is not asked
+    engine.detach()
 
 
 def test_all_but_the_newest_leave_and_their_memory_is_reused(device):

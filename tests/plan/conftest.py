@@ -69,7 +69,7 @@ def described():
 
 @pytest.fixture
 def request_for(described, machine):
-    from slideformer_backend.plan.planner import Choices, Load, Request
+    from slideformer_backend.plan.request import Choices, Load, Request
 
     def make(name, sequences, length=1024, *, accumulate=1, on=None, fused=True, **choices):
         meta, parts, activity = described(name, sequences, length, fused=fused)

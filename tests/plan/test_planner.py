@@ -9,7 +9,7 @@ import re
 import pytest
 
 from slideformer_backend.plan.ledger import Terms, ledger_of, resident_bytes
-from slideformer_backend.plan.planner import activation_bytes, head_bytes, make_plan
+from slideformer_backend.plan.planner import activation_bytes, at_start, head_bytes, make_plan
 from slideformer_backend.plan.remedies import smallest_changes
 from slideformer_backend.plan.words import paragraph
 
@@ -341,6 +341,29 @@ def test_the_paragraph_says_what_lives_where(request_for, machine):
     assert "NVMe: 1.9 GiB, inputs of layers until their backward (activations: nvme)." in paragraph(filed)
     unknown = dataclasses.replace(filed.request, load=None, activity=())
     assert "as many bytes as the batch decides; host memory holds at most 4 of them" in paragraph(make_plan(unknown))
+
+
+def test_auto_begins_in_host_memory_where_inputs_would_take_half_of_the_device(request_for, machine):
+    def plan(gpu, activations="auto", host=200, sequences=64):
+        on = machine(gpu=int(gpu * GIB), host=host * GIB)
+        return make_plan(request_for("llama-3b", sequences, 2048, on=on, activations=activations))
+
+    inputs = sum(unit.boundary for unit in plan(24).request.activity)
+    assert plan(24).device < plan(24, "gpu").device - inputs // 2
+    assert not plan(24).shortages
+    assert plan(24, "gpu").shortages
+    assert plan(24).host_activations > inputs // 2
+    assert plan(24).terms.resident == plan(24, "host").terms.resident
+    assert plan(24, host=70).shortages.keys() == {"gpu"}  # half of the host's room would not do
+    assert at_start(plan(24).request).choices.activations == "host"
+    assert at_start(plan(200).request).choices.activations == "auto"
+    # where they take less, a device that is too small for the first steps is said to be, whatever would come later
+    for gpu in range(4, 40):
+        found = plan(gpu, sequences=8)
+        least = dataclasses.replace(found.terms, resident=frozenset(), slots=0, gradients=0)
+        start = at_start(found.request)
+        needed = ledger_of(start.parts, least).device + activation_bytes(start).device
+        assert ("gpu" in found.shortages) == (needed > start.gpu_budget)
 
 
 @pytest.mark.parametrize("seed", range(4))
