@@ -255,11 +255,12 @@ class Ring:
         return False
 
     def _load(self, unit: Unit, spilled: Spilled, room: Room, *, reads: bool) -> None:
-        parts, tier = list(spilled.parts.values()), self.tier if reads else None
+        parts, tier, before = list(spilled.parts.values()), self.tier if reads else None, spilled.stored
         self._memory.allocated += spilled.own_bytes
         spilled.are, spilled.room, room.unit = Filed.STAGED, room, unit
 
         def run() -> None:
+            follow(before)  # where the file does not hold it, memory does, and must not be read over
             for part in parts:
                 part.slab.enter()
             if tier is not None:
@@ -269,7 +270,7 @@ class Ring:
         spilled.loaded = self._load_lane.submit(
             f"{self.names.what} of {unit.name} from file",
             run,
-            # the last drop follows every write back, that of this unit too: the lane keeps its order
+            # the last drop is behind every write back, that of this unit too: the lane keeps its order
             after={self.names.load: self._dropped},
             reads=(spilled.file,) if reads else (),
             writes=(*spilled.slabs, room),
