@@ -90,6 +90,8 @@ class Backward:
         self.is_last = True
         """Whether a ``step()`` should follow the running backward."""
         self._pass: Callable[[], _Pass | None] = _nothing
+        self._failure: Exception | None = None
+        """Of the end of a pass that an exception had ended already; raised by whatever follows."""
         self.thread = threading.get_ident()
         """The thread that ran the last forward with gradients: it trains."""
 
@@ -105,6 +107,9 @@ class Backward:
 
     def finish_outside(self) -> None:
         """Called by whatever follows a backward: one that an exception ended is finished first."""
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
         if not self.is_running or self.is_inside():
             return
         # on the thread that trains it has been ended by an exception, even if torch's own thread still lets go of it
@@ -321,7 +326,10 @@ class Backward:
         """Torch lets go of a pass that an exception ended: parameters become what the script knows before it sees the
         exception. Where torch's own thread lets go last, the training thread may be further, and ends the pass."""
         if threading.get_ident() == self.thread:
-            self.finish_outside()
+            try:
+                self.finish_outside()
+            except Exception as error:
+                self._failure = error.with_traceback(None)  # its frames hold the graph
 
     def _show_pending(self, unit: Unit, slot: GradientSlot) -> None:
         # DESIGN 4.4: autograd adds to the gradient of earlier micro-batches, in the parameter's dtype

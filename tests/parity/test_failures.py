@@ -161,6 +161,29 @@ def test_whatever_a_script_does_first_after_a_backward_that_raised(device, polic
         check(make, partial(script, name=name), device, policy=policy, autocast=autocast)
 
 
+def test_what_fails_at_the_end_of_a_backward_that_raised_is_raised_by_whatever_follows(device, monkeypatch):
+    """Torch calls us there while it lets go of the pass, where nobody would hear an exception."""
+    model = Fragile().train()
+    engine = attach(model, SlideFormerConfig(gpu_memory=tight(model)), device=device)
+    weight = next(model.blocks[1].parameters())
+    before = weight.detach().clone()
+    ids = batch(0, device=device)
+    loss = language_loss(model(ids), ids)
+
+    def fails(*, is_last):
+        monkeypatch.undo()
+        raise OSError("at the end")
+
+    monkeypatch.setattr(engine.edges, "after_backward", fails)
+    monkeypatch.setattr(Trip, "armed", "backward")
+    with pytest.raises(MemoryError):
+        loss.backward()
+    with pytest.raises(OSError, match="at the end"):
+        weight.detach()
+    assert torch.equal(weight.detach(), before)
+    engine.detach()
+
+
 def poisoned(run, number, value=float("nan")):
     ids = batch(number, device=run.device)
     loss = language_loss(run.forward(ids), ids)
