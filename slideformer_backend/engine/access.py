@@ -13,6 +13,7 @@ from ..storage import Slab
 from ..transfer import GradientBuffer
 from .edges import device_gradient, set_device_gradient
 from .guard import access_of, guard, guarded_class, plain
+from .stand_in import StandIn
 from .unit import ONE, Before, ParamRecord, Unit, Weights
 from .user_hooks import widened_hook
 
@@ -128,7 +129,7 @@ class ParameterAccess(_OfParameter):
         engine.backward.finish_outside()
         buffer = record.unit.gradient
         if not record.has_gradient or buffer is None:
-            return None
+            return engine.policy.stand_in(record)
         reference = buffer.handles.get(id(record))
         handle = reference() if reference is not None else None
         if handle is None:
@@ -144,6 +145,8 @@ class ParameterAccess(_OfParameter):
         if value is None:
             engine.policy.forget(record)
             return
+        if isinstance(value, StandIn):
+            return  # `p.grad = p.grad`
         _check_gradient(record, value)
         if value is self.get_grad():
             return

@@ -37,6 +37,7 @@ from .report import EngineReport, make_report
 from .residency import Residency
 from .schedule import Phase, Schedule
 from .spilling import begin_spill, check_nvme, open_boundaries, open_spill, open_tier, refuse_whole
+from .stand_in import StandIn
 from .states import allocate_states, load_states, master_of, moment_names, moment_of
 from .stepper import Stepper
 from .strategy import check_strategy, device_units_for, preflight_for, units_for
@@ -253,7 +254,7 @@ class Engine:
             self.settle()
             for record in (record for unit in self.units for record in unit.records):
                 gradient = record.parameter.grad
-                if gradient is not None and record.core is None:
+                if gradient is not None and not isinstance(gradient, StandIn):
                     gradients[id(record)] = gradient.detach().to("cpu", copy=True)
             for leave in self._detach_hooks:
                 leave()

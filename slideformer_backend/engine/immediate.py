@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
+import torch
 
 from ..errors import UnsupportedError
 from .arithmetic import Update
 from .policy import UpdatePolicy
+from .stand_in import SpentGradient
 from .unit import ONE, Entry, ParamRecord, Unit, Weights
 
 logger = logging.getLogger(__name__)
@@ -18,12 +21,14 @@ logger = logging.getLogger(__name__)
 class Immediate(UpdatePolicy):
     """Updates in place as gradients arrive; least host memory.
 
-    ``applied`` holds the parameters whose update has been applied and whose ``step()`` has not been called.
+    ``applied`` holds the parameters whose update has been applied and whose ``step()`` has not been called, ``_spent``
+    those whose gradient it took and the script has not reset since.
     """
 
     def __init__(self, *arguments: object) -> None:
         super().__init__(*arguments)  # type: ignore[arg-type]  # the base's own parameters
         self.applied: set[int] = set()
+        self._spent: set[int] = set()
         self._before: dict[int, np.ndarray] = {}
         self._remembered: Unit | None = None
         self._updated: set[str] = set()
@@ -40,8 +45,18 @@ class Immediate(UpdatePolicy):
                 entries.append(record.binding.entry(record, ONE))
         self._apply(unit, records, entries)
         self.applied.update(id(record) for record in records)
+        self._spent.update(id(record) for record in records)
         if records:
             self._updated.add(unit.name)
+
+    def stand_in(self, record: ParamRecord) -> torch.Tensor | None:
+        if id(record) not in self._spent:
+            return None
+        return SpentGradient.of(record, record.host.device, partial(self.forget, record))
+
+    def forget(self, record: ParamRecord) -> None:
+        self._spent.discard(id(record))
+        super().forget(record)
 
     def expects_update(self, unit: Unit, *, is_last: bool) -> bool:
         return is_last

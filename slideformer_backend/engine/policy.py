@@ -166,6 +166,10 @@ class UpdatePolicy(abc.ABC):
             if pool is not None:
                 pool.shrink(keep=0)
 
+    def stand_in(self, record: ParamRecord) -> torch.Tensor | None:
+        """What ``p.grad`` shows where no gradient is held."""
+        return None
+
     def forget(self, record: ParamRecord) -> None:
         """``grad = None``: the visible gradient of one parameter goes; a logged step keeps its own reference."""
         if not record.has_gradient:
