@@ -101,7 +101,7 @@ class Engine:
         self.edges = Edges(self.backend, edges, self.policy, device_units)
         self.residency = Residency(config, self.backend, self.window, self.policy, self.memory)
         if config.activations == "auto":
-            self.boundaries.lacks_room = lambda nbytes: self.residency.lacks_room(nbytes * len(self.sliding))
+            self.boundaries.lacks_room = self.residency.lacks_room
         if terms.edges_update_on_device and config.strategy == "slide":  # lsp makes them so
             self.residency.start_edges(edges)
         begin_spill(self.spill, self.units, terms)

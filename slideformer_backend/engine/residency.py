@@ -186,9 +186,9 @@ class Residency:
         return self.placement is None and self._steps >= OBSERVED_STEPS and self.budget > 0
 
     def lacks_room(self, nbytes: int) -> bool:
-        """Whether inputs of units, which take ``nbytes``, leave while the first steps are observed."""
+        """Whether inputs of units, of ``nbytes`` each, leave while the first steps are observed."""
         room = self.room if self.placement is None else None
-        return room is not None and begin_away(nbytes, room, self._host_room())
+        return room is not None and begin_away(nbytes * self._window.units, room, self._host_room())
 
     def decide(self, sliding: list[Unit], boundaries: Boundaries, micro_batches: int) -> Placement:
         """Choose what moves, from what the first steps have shown."""
