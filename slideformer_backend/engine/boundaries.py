@@ -86,6 +86,13 @@ class Boundaries:
         self.is_on, self.shelf = True, shelf
         self._shelves.append(shelf)
 
+    def place(self, *, away: bool) -> None:
+        """Between forwards: whether boundaries leave from now on. If not, nothing is kept of those that have left."""
+        self.is_on = away
+        if not away:
+            self._let_go(most=0)
+            self.close()
+
     def give_way(self) -> None:
         """The script has hooks for saved tensors of its own, which get the inputs of units in our place."""
         if self.is_on and not self._has_given_way:

@@ -352,9 +352,8 @@ class Engine:
         if not all(self.residency.can_move(unit) for unit in self.sliding):
             return  # gradients are being accumulated: after the next step
         placement = self.residency.decide(self.sliding, self.boundaries, self._usual_count)
-        chosen, self.boundaries.is_on = set(placement.resident), placement.activations != "gpu"
-        if not self.boundaries.is_on:
-            self.boundaries.close()  # what the first steps needed
+        chosen = set(placement.resident)
+        self.boundaries.place(away=placement.activations != "gpu")
         for unit in [unit for unit in self.sliding if unit.index in chosen]:
             self.move_to_device(unit)
         self.window.grow(self.sliding, placement.slots)

@@ -22,15 +22,7 @@ from .ledger import (
     usual_spares,
 )
 from .outcome import Outcome
-from .placement import (
-    Placement,
-    Steps,
-    UnitCost,
-    begin_away,
-    edges_may_update_on_device,
-    place,
-    spare_device_bytes,
-)
+from .placement import Placement, Steps, UnitCost, begin_away, edges_may_update_on_device, place, spare_device_bytes
 from .request import Request
 from .spill import Spill
 from .step_time import StepTime, Work, step_time
@@ -251,6 +243,7 @@ def _with_residents(request: Request, start: Request, terms: Terms) -> tuple[Ter
     """Units that move to the device after the first steps, which were as ``start`` says, as the engine does it."""
     ledger = ledger_of(request.parts, terms)
     activations, accumulate = activation_bytes(start), request.load.accumulate if request.load else 1
+    peak = ledger.device + activations.device
     recomputed = activations.device - activations.loss if accumulate == 1 else 0
     costs = _costs(request)
     leaving = sum(unit.boundary for unit in request.activity[: -KEPT_INPUTS - 1])
@@ -258,7 +251,7 @@ def _with_residents(request: Request, start: Request, terms: Terms) -> tuple[Ter
         leaving = 0
     placed = place(
         costs,
-        spare_device_bytes(request.gpu_budget, _peak(start, terms)) - (leaving if start is not request else 0),
+        spare_device_bytes(request.gpu_budget, peak) - (leaving if start is not request else 0),
         recompute=request.choices.recompute,
         activations=request.choices.activations,
         boundaries=leaving,
